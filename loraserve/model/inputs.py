@@ -156,7 +156,7 @@ class GpuInputs:
 
 
 def select_rows(lora: LoraPlan, rows: Sequence[int]) -> LoraPlan | None:
-    """Return the plan of a step that goes on with these rows only, ascending.
+    """Select the plan for a step that continues with these rows only, ascending.
 
     None when no adapter's row is among them.
     """

@@ -92,7 +92,7 @@ class OutputRows:
 
 
 def rounding_of(linear: Linear) -> RowRounding | None:
-    """Return how a linear's kernels, or the first of its parts' that does, read rounded rows."""
+    """Find how a linear's kernels, or the first of its parts' that does, read rounded rows."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
     if isinstance(linear, JoinedLinear):
@@ -108,7 +108,7 @@ def rounding_of(linear: Linear) -> RowRounding | None:
 
 
 def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
-    """Return the words that have a kernel round its rows."""
+    """Build the words that have a kernel round its rows."""
     from loraserve_kernels.cpu.linear import row_quantization as k
 
     if rounding is None:

@@ -81,7 +81,7 @@ class _Schedule:
         self._ends[name] = len(self._items)
 
     def finished(self) -> tuple[dict[str, list[Item]], dict[str, list[Item]]]:
-        """Return the items up to each end, by layer, and with ranges joined."""
+        """Group the items up to each end by layer, and join their ranges."""
         by_layer = {name: self._items[:count] for name, count in self._ends.items()}
         return by_layer, {name: _joined(items) for name, items in by_layer.items()}
 
@@ -478,7 +478,7 @@ class StepKernels:
 
 
 def _norm_parts(norm: Norm) -> tuple[RMSNorm | None, RMSNorm | None, float]:
-    """Return the norm of the sum, that of the delta, and what the delta is multiplied with."""
+    """Split a norm into that of the sum, that of the delta, and the delta's multiplier."""
     if isinstance(norm, RMSNorm):
         return norm, None, 1.0
     if isinstance(norm, ResidualNorm):
@@ -487,5 +487,5 @@ def _norm_parts(norm: Norm) -> tuple[RMSNorm | None, RMSNorm | None, float]:
 
 
 def _float_word(number: float) -> int:
-    """Return a word whose first half is this float32."""
+    """Pack a float32 into the first half of a word."""
     return int(np.array([number, 0], dtype=np.float32).view(np.int64)[0])

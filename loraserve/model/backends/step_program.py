@@ -72,7 +72,7 @@ class StepProgram:
 
     @staticmethod
     def can_run(config: ModelConfig) -> bool:
-        """Return whether the kernels take a base's heads."""
+        """Check whether the kernels take a base's heads."""
         return config.head_dim % LANES == 0
 
     @property
@@ -81,7 +81,7 @@ class StepProgram:
         return 0 if self._kernels is None else self._kernels.num_bytes
 
     def takes(self, kv: KVTensors) -> bool:
-        """Return whether the kernels read this cache."""
+        """Check whether the kernels read this cache."""
         if kv is self._kv:
             return True
         return kv.block_size % LANES == 0 and all(
@@ -90,7 +90,7 @@ class StepProgram:
         )
 
     def hidden(self, num_rows: int) -> Tensor:
-        """Return where `run` reads the residual stream of a step's rows, to be written.
+        """Provide the memory from which `run` reads the residual stream of a step's rows.
 
         It is [num_rows, hidden_size] float32, before the first layer.
         """
@@ -264,7 +264,7 @@ def _set_head(kernels: StepKernels, num_kept: int) -> Tensor:
 
 
 def _norm_table(plan: LoraPlan, own: OwnNorm) -> npt.NDArray[np.int64]:
-    """Return the address of each row's weight of a norm."""
+    """Build the table with the address of each row's weight of a norm."""
     table = np.full(plan.num_tokens, own.base, dtype=np.int64)
     for segment in plan.segments:
         weight = segment.adapter.norms.get((own.layer, own.name))

@@ -148,7 +148,7 @@ class Blueprint:
     def spec(
         self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int, is_whole: bool = True
     ) -> BaseSpec:
-        """Return the base's spec, which other packages read.
+        """Build the base's spec, which other packages read.
 
         Args:
             dtype: of what isn't quantized.
@@ -206,7 +206,7 @@ class Blueprint:
 
 
 def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str) -> Blueprint:
-    """Return what is built of a config and a checkpoint, whose headers are what the config says.
+    """Draw up what is built of a config and a checkpoint, whose headers must match the config.
 
     Raises:
         ConfigError: the checkpoint is quantized to something else than `quantize`.
@@ -250,7 +250,7 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
 
 
 def check_gpu(config: ModelConfig) -> None:
-    """Return if a GPU's kernels have all that this model needs.
+    """Raise an error unless a GPU's kernels have all that this model needs.
 
     Raises:
         ConfigError: they haven't; it names what.
@@ -262,7 +262,7 @@ def check_gpu(config: ModelConfig) -> None:
 
 
 def check_gpu_blocks(config: QuantizationConfig | None) -> None:
-    """Return if a GPU's kernels read all blocks of a GGUF file; no-op for other checkpoints.
+    """Raise an error unless a GPU's kernels read all blocks of a GGUF file, if it is one.
 
     Raises:
         ConfigError: they don't; it names the types.
@@ -277,7 +277,7 @@ def check_gpu_blocks(config: QuantizationConfig | None) -> None:
 
 
 def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str) -> frozenset[str]:
-    """Return the formats of weights whose activations are rounded to int8 on a CPU.
+    """Choose the formats of weights whose activations are rounded to int8 on a CPU.
 
     By row they are ``int8``, for weights by output channel, and ``int4``; in groups of 32 inputs
     ``int8-g32`` and ``int4-g32``, which weights take that aren't rotated and have such groups.
@@ -321,7 +321,7 @@ def _can_round(blueprint: WeightFormats) -> bool:
 
 
 def context_len(config: ModelConfig, max_model_len: int | None) -> int:
-    """Return the longest context that is served: what is asked for, or what the config says.
+    """Choose the longest context that is served: the requested one, or the config's.
 
     Raises:
         ConfigError: more is asked for than the model's positions cover.
@@ -338,7 +338,7 @@ def context_len(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def _norm_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sites of a layer, by their names inside it."""
+    """List the sizes of a layer's norms, by their names inside it."""
     architecture = config.architecture
     names = (
         architecture.attention_norm,
@@ -395,7 +395,7 @@ def _expect_site(
 
 
 def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """Return the linears that the checkpoint holds quantized, by path."""
+    """Find the linears that the checkpoint holds quantized, by path."""
     linears = {
         module.path: (module.out_features, site.in_features, module.has_bias)
         for layer in range(config.num_layers)
@@ -415,7 +415,7 @@ def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor
 
 
 def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePlan, ...]:
-    """Return what the checkpoint holds of a site's linears."""
+    """Plan what the checkpoint holds of a site's linears."""
     architecture, prefix = config.architecture, f"{config.architecture.layers}.{layer}."
     modules = tuple(
         ModulePlan(prefix + architecture.module_paths[module], config.module_shapes[module][0], config.has_bias(module))
@@ -429,7 +429,7 @@ def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePla
 
 
 def _layer_sites(config: ModelConfig) -> list[str]:
-    """Return the sites of a layer that adapters know."""
+    """List the sites of a layer that adapters can change."""
     return [site for site in LAYER_SITES if SITES[site][0] in config.module_shapes]
 
 
@@ -444,7 +444,7 @@ def _expert_modules(config: ModelConfig, prefix: str, inner: int) -> Iterator[tu
 
 
 def _experts_spec(config: ModelConfig) -> ExpertsSpec | None:
-    """Return a layer's mixture of experts as adapters change it; None where there is none."""
+    """Describe a layer's mixture of experts as adapters change it; None where there is none."""
     if config.experts is None:
         return None
     paths, sizes, hidden = _experts_of(config.architecture), config.experts, config.hidden_size
@@ -469,7 +469,7 @@ def _experts_spec(config: ModelConfig) -> ExpertsSpec | None:
 
 
 def shared_expert(config: ModelConfig) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Return the shared expert's linears by the names of an MLP's: path in a layer, and shape."""
+    """Map an MLP's linears to the shared expert's: path in a layer, and shape."""
     if config.experts is None or config.experts.shared_intermediate_size is None:
         return {}
     paths = _experts_of(config.architecture)
@@ -496,7 +496,7 @@ def _embedding_path(config: ModelConfig) -> str:
 
 
 def check_contradiction(quantization: QuantizationConfig | None, formats: list[str], quantize: str) -> None:
-    """Return if a checkpoint in these formats may be served as `quantize`.
+    """Raise an error if a checkpoint in these formats can't be served as `quantize`.
 
     Raises:
         ConfigError: it would be quantized again.

@@ -468,7 +468,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def find_architecture(names: object, model_type: object) -> Architecture:
-    """Return the row for a config's ``architectures`` and ``model_type``.
+    """Find the row for a config's ``architectures`` and ``model_type``.
 
     Raises:
         UnknownArchitecture: none fits; the message names what was found and what there is.

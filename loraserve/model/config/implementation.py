@@ -15,7 +15,7 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 
 
 def choose_implementation(model_dir: Path, asked: str) -> str:
-    """Return ``native`` or ``transformers``.
+    """Choose ``native`` or ``transformers``.
 
     Args:
         asked: either of them, or ``auto``: native for each architecture of the table.

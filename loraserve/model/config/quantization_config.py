@@ -46,7 +46,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def _gguf(fields: QuantizationFields) -> QuantizationConfig:
-    """Return what the config of a GGUF file's directory says, which this package writes."""
+    """Parse the config of a GGUF file's directory, which this package writes."""
     types = QuantizationFields(f"{fields.path}.types", fields.get("types"))
     schemes: dict[str, Scheme] = {}
     for path, name in types.value.items():
@@ -85,7 +85,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 
 def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Return the checked quantization_config of a config.json; None where it has none.
+    """Parse and check the quantization_config of a config.json; None where it has none.
 
     Raises:
         ModelError: it isn't an object, or its method or one of its settings isn't supported; the

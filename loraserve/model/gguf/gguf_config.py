@@ -39,7 +39,7 @@ _LAYERS_OF_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
 
 def make_config(gguf: Gguf) -> dict[str, Any]:
-    """Return the config.json that a Hugging Face directory of the same base has.
+    """Build the config.json that a Hugging Face directory of the same base has.
 
     Its `quantization_config` names the type of each tensor that isn't in a float dtype.
 
@@ -90,7 +90,7 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _biases(gguf: Gguf) -> dict[str, Any]:
-    """Return the flags of biases, of those architectures that ask for them."""
+    """Read the flags of biases, of those architectures that need them."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
@@ -130,7 +130,7 @@ def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
 
 
 def _layer_types(gguf: Gguf) -> dict[str, Any]:
-    """Return which layers have the window, where the file says it of each."""
+    """Read which layers have the window, where the file has it for each."""
     flags = gguf.value("attention.sliding_window_pattern")
     if not isinstance(flags, list):
         return {}
@@ -198,7 +198,7 @@ def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the published scaling whose factors these are."""
+    """Find the published scaling whose factors these are."""
     tensor = gguf.tensors[ROPE_FACTORS]
     if tensor.type.name != "F32":
         raise ModelError(f"{tensor.file}: {ROPE_FACTORS} is {tensor.type.name}; expected F32.")
@@ -218,7 +218,7 @@ def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """Return what each frequency is divided by."""
+    """Compute what each frequency is divided by."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     factors = []

@@ -27,7 +27,7 @@ _VERSION = 1
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path means, the first of its shards; None: it means none.
+    """Find the GGUF file that a path means, the first of its shards; None: it means none.
 
     A directory means its only GGUF file, where it has no safetensors.
 
@@ -50,7 +50,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the directory of a GGUF file, made unless it is there.
+    """Find or make the directory of a GGUF file.
 
     Raises:
         UnknownArchitecture, ModelError: what the file has that isn't implemented.
@@ -99,7 +99,7 @@ def gguf_folder(file: Path) -> Path:
 
 
 def source_files(folder: Path) -> Sequence[Path] | None:
-    """Return the GGUF files that a directory was made of; None: of none.
+    """List the GGUF files that a directory was made of; None: of none.
 
     Raises:
         ModelError: they aren't there any more.

@@ -29,7 +29,7 @@ class LoraLinear:
     layer: int
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        """Return the site's output [num_tokens, out_features], in memory of its own.
+        """Compute the site's output [num_tokens, out_features], in memory of its own.
 
         It has x's dtype; rows without an adapter are the base's, bit for bit.
         """

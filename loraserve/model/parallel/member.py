@@ -39,7 +39,7 @@ class GroupMember:
     share: Share
 
     def place(self, whole: ModelConfig) -> RankPlace:
-        """Return what this process holds of a base."""
+        """Compute what this process holds of a base."""
         return self.grid.place(self.rank, whole)
 
 

@@ -32,7 +32,7 @@ class PartFacts(Struct, frozen=True):
 
 
 def join_facts(facts: Sequence[PartFacts]) -> PartFacts:
-    """Return what is so of all parts together, as of one process that has all of them.
+    """Join the facts of all parts, as of one process that has all of them.
 
     Args:
         facts: of all ranks, in the order of their stages.
