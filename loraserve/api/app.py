@@ -86,7 +86,7 @@ def create_app(services: Services) -> FastAPI:
 
 @functools.cache
 def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, ...]:
-    """Return the routes of every application.
+    """Build the routes of every application.
 
     They hold no state but what is built of their signatures, which takes longer than all else that
     `create_app` does.
@@ -109,9 +109,9 @@ def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, 
 
 
 def _collectors(services: Services) -> tuple[Collector, ...]:
-    """Return the collectors of what the services count.
+    """Build the collectors of what the services count.
 
-    They look the services up anew at every scrape.
+    They look the services up again at every scrape.
     """
 
     def shares() -> tuple[Shares, ...]:

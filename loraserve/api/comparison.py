@@ -172,7 +172,7 @@ class _ComparedAnswer:
 
 
 def _scope_of(request: Request, path: str, num_bytes: int) -> Scope:
-    """Return the scope of a request on the same connection, with the same key."""
+    """Build the scope of a request on the same connection, with the same key."""
     outer: Mapping[str, Any] = request.scope
     headers = [(name, value) for name, value in outer["headers"] if name in _COPIED]
     given = {name: outer[name] for name in _SHARED if name in outer}

@@ -53,7 +53,7 @@ def set_log_level(level: str) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a record is worth a line. A traceback isn't if it tells of a cancellation."""
+    """Decide whether a record is worth a line. The traceback of a cancellation isn't."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, asyncio.CancelledError):
         # A request that a stop cut short, a question to the database that was given up.

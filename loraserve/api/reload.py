@@ -142,7 +142,7 @@ def _level(name: str) -> int:
 
 
 def _change(name: str, old: Settings, new: Settings) -> str:
-    """Return a changed setting with its old and its new value, unless it is a secret."""
+    """Format a changed setting with its old and its new value, unless it is a secret."""
     if name in _SECRET:
         return name
     return f"{name} ({_shown(getattr(old, name))} -> {_shown(getattr(new, name))})"

@@ -71,7 +71,7 @@ def _end(_: _Key, kept: _Kept, now_s: float) -> float:
 
 
 def key_of(request: GenerateRequest, base: Digest) -> _Key:
-    """Return the identity of a request's answer.
+    """Build the identity of a request's answer.
 
     That is its tenant, the digests of base and adapter, the tokens, and whatever decides how tokens
     are chosen, where the text ends and how it reads. Its name, its place in queues and its timeout
@@ -271,7 +271,7 @@ class CacheUse:
         return {HEADER: self.outcome}
 
     def record(self, request: GenerateRequest) -> Recording | None:
-        """Return what records the answer of an engine request; None: it isn't kept."""
+        """Begin to record the answer of an engine request; None: it isn't kept."""
         if self.outcome != MISS:
             return None
         key = key_of(request, self._base)
@@ -329,7 +329,7 @@ class Recording:
 
 
 def _estimate(chunk: Chunk) -> int:
-    """Return about how many bytes a chunk takes: it's written only once the whole answer fits."""
+    """Estimate the bytes that a chunk takes: it's written only once the whole answer fits."""
     entries = [entry for entry in (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ())) if entry is not None]
     candidates = sum(len(entry.top) for entry in entries)
     tokens = _TOKEN_BYTES * len(chunk.token_ids) + _ENTRY_BYTES * len(entries) + _CANDIDATE_BYTES * candidates

@@ -239,7 +239,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
 
 
 def _base_defaults(settings: Settings, model_dir: Path) -> GenerationDefaults:
-    """Return the base's defaults of requests, and log them; the API's own where none are used."""
+    """Read the base's defaults of requests, and log them; the API's own where none are used."""
     path = model_dir / FILE
     if settings.generation_config == "none" or not path.is_file():
         return NO_DEFAULTS
@@ -302,9 +302,9 @@ def _show_admin_key(secret: str) -> None:
 
 
 def make_http_server(app: ASGIApp, services: Services, tls: TlsFiles | None = None) -> HTTPServer:
-    """Return an HTTP server whose connections take slots in the services' rooms.
+    """Build an HTTP server whose connections take slots in the services' rooms.
 
-    As many as there can be open files for.
+    It has as many as there can be open files for.
     """
     budget = raise_file_limit(services.limits)
     services.rooms.connections.capacity = budget.max_connections

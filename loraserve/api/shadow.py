@@ -93,7 +93,7 @@ class ShadowCopy:
         return await self._live_s
 
     def compare(self, live_s: float) -> Tally:
-        """Return the comparison of both answers."""
+        """Compare both answers."""
         live, mine = self.live_token_ids, self.token_ids
         num_agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(live, mine, strict=False)))
         return Tally(

@@ -140,7 +140,7 @@ class Dialogue:
         self.places.append(place)
 
     def _texts(self, value: object, where: str) -> str:
-        """Return a text, or blocks of text joined."""
+        """Join blocks of text; a text stays as it is."""
         texts = []
         for block, place in self._blocks(value, where):
             if block["type"] != "text":
@@ -149,7 +149,7 @@ class Dialogue:
         return "\n".join(texts)
 
     def _blocks(self, value: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
-        """Return blocks with a type, each with its place."""
+        """List blocks with a type, each with its place."""
         if isinstance(value, str):
             return [({"type": "text", "text": value}, where)]
         if not isinstance(value, list) or not value:

@@ -127,7 +127,7 @@ class ChatRequest:
         self.body = ChatBody(**fields)
 
     def place(self, param: str) -> str:
-        """Return the place in the request's body for a place in the chat's."""
+        """Convert a place in the chat's body to the place in the request's."""
         head, _, rest = param.partition(".")
         match head:
             case "messages":
@@ -151,7 +151,7 @@ _TOOL_PLACE = re.compile(r"(tools\.\d+)\.function\b")
 
 
 def _chat_tools(tools: object) -> tuple[Any, bool]:
-    """Return the tools as a chat has them, and whether one says what to cache."""
+    """Convert the tools to a chat's, and find whether one sets what to cache."""
     if not isinstance(tools, list):
         return tools, False
     found, has_cache_control = [], False
@@ -184,7 +184,7 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def _chat_choice(choice: object) -> tuple[Any, bool]:
-    """Return the choice as a chat has it, and whether an answer may have several calls."""
+    """Convert the choice to a chat's, and find whether an answer may have several calls."""
     fields = fields_of(choice, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
     is_alone = fields.get("disable_parallel_tool_use", False)
     if not isinstance(is_alone, bool):
@@ -219,7 +219,7 @@ def _effort(effort: object) -> str | None:
 
 
 def _user(metadata: object) -> str | None:
-    """Return the end user, who stays on one version during a split."""
+    """Read the end user, which stays on one version during a split."""
     if metadata is None:
         return None
     if not isinstance(metadata, dict):

@@ -89,7 +89,7 @@ class GrammarChecker:
         return self._processes.num_waiting
 
     async def check(self, tenant: str, wanted: AnswerFormat, tokenizer: str = "") -> Grammar:
-        """Return the grammar of a format, once it has been compiled.
+        """Compile the grammar of a format.
 
         Args:
             tokenizer: the version's that it is for, as its `summary_text`; empty: the base's.
@@ -137,7 +137,7 @@ class GrammarChecker:
         return checked
 
     async def _ask(self, process: WorkerProcess, asked: CheckFormat) -> Checked:
-        """Return what the process makes of a format.
+        """Have the process check a format.
 
         Raises:
             GrammarTooComplex: it took longer, or more memory or stack, than it may.
@@ -163,7 +163,7 @@ _OUTCOMES: Mapping[type[LoraserveError], str] = {GrammarTooComplex: TOO_COMPLEX,
 
 
 def _death_error(death: Death) -> LoraserveError:
-    """Return the error of a request whose grammar ended its process."""
+    """Choose the error of a request whose grammar ended its process."""
     match death:
         case Death.MEMORY:
             return GrammarTooComplex(
@@ -185,7 +185,7 @@ def _death_error(death: Death) -> LoraserveError:
 
 
 def _error(checked: Checked) -> LoraserveError:
-    """Return the error that a process answered with."""
+    """Rebuild the error that a process answered with."""
     error = error_from_code(checked.error_code or "", checked.message)
     error.hint = checked.hint
     if isinstance(error, InvalidRequest):

@@ -186,7 +186,7 @@ class Acceptor:
 
 
 def _refusal(error: LoraserveError) -> bytes:
-    """Return an answer that costs nothing: nothing of the request is parsed."""
+    """Build an answer that costs nothing: nothing of the request is parsed."""
     is_share = isinstance(error, RateLimited)
     retry_after_s = math.ceil(getattr(error, "retry_after_s", 1.0))
     status = b"429 Too Many Requests" if is_share else b"503 Service Unavailable"

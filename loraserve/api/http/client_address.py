@@ -42,11 +42,11 @@ class TrustedProxies:
         self._source = source
 
     def sends_proxy_header(self, host: str) -> bool:
-        """Return whether a connection from this address begins with the PROXY protocol."""
+        """Check whether a connection from this address begins with the PROXY protocol."""
         return self._source == "proxy-protocol" and self._is_trusted(host)
 
     def client_host(self, host: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """Return the address of a request's client, which `host` hands it on for.
+        """Find the address of a request's client, for which `host` passes it on.
 
         It is the last one that no trusted proxy has: those before it are the client's own word.
         """

@@ -77,7 +77,7 @@ class PieceWriter(Protocol):
     """
 
     def is_free(self) -> bool:
-        """Return whether the client is there and the connection takes a piece at once."""
+        """Check whether the client is there and the connection takes a piece at once."""
         ...
 
     def write(self, data: bytes) -> None:
@@ -86,13 +86,13 @@ class PieceWriter(Protocol):
 
 
 def piece_writer(scope: Scope) -> PieceWriter | None:
-    """Return the writer of the answer to the scope's request; None: pieces are sent alone."""
+    """Look up the writer of the answer to the scope's request; None: pieces are sent alone."""
     writer: PieceWriter | None = scope.get(_PIECES)
     return writer
 
 
 def connection_slot(scope: Scope) -> ConnectionSlot | None:
-    """Return the slot of the connection that the scope's request came on; None: it has none."""
+    """Look up the slot of the connection that the scope's request came on; None: it has none."""
     slot: ConnectionSlot | None = scope.get(_SLOT)
     return slot
 
@@ -189,11 +189,11 @@ class BoundedProtocol(asyncio.Protocol):
         super().data_received(piece)
 
     def _piece_writer(self, scope: Any) -> PieceWriter | None:
-        """Return the writer of the answer to the scope's request."""
+        """Look up the writer of the answer to the scope's request."""
         return None
 
     def _has_requests_ahead(self) -> bool:
-        """Return whether requests are parsed already that wait for the answers before theirs."""
+        """Check whether requests are parsed already that wait for the answers before theirs."""
         return False
 
     # the connection
@@ -417,7 +417,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._patience_s = min(LIMITS.stalled_reader_s, patience_s + num_taken / LIMITS.min_read_bytes_per_s)
 
     def _count_acked(self) -> int:
-        """Return the bytes that the client's system has taken; 0 where this system can't tell."""
+        """Count the bytes that the client's system has taken; 0 where this system has no count."""
         sock = self.transport.get_extra_info("socket")
         if sock is None or not hasattr(socket, "TCP_INFO"):
             return 0

@@ -421,7 +421,7 @@ class _AnswerBroken(Exception):
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's own ``x-request-id`` if it is a plain word, otherwise a new one."""
+    """Take the client's own ``x-request-id`` if it is a plain word, otherwise a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _CLIENT_REQUEST_ID.fullmatch(value):
             client_id: str = value.decode("ascii")

@@ -107,7 +107,7 @@ class InferenceRecord:
 
     @property
     def first_s(self) -> float | None:
-        """Return when the first piece of any choice came."""
+        """Time at which the first piece of any choice came."""
         return min((one.first_s for one in self.choices if one.first_s is not None), default=None)
 
     @property
@@ -167,7 +167,7 @@ class RequestRecord:
                 self.first_byte_s = time.monotonic()
 
     def as_line(self) -> dict[str, str | int | float | None]:
-        """Return the request's fields in the access log, without those that say nothing.
+        """Collect the request's fields in the access log, without empty ones.
 
         A model's name may be any text that a client sends: it is quoted, so that no renderer can
         break the line or its meaning at it.

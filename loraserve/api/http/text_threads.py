@@ -54,7 +54,7 @@ class TextThreads:
         return self._turns.num_waiting
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`.
+        """Run `work` to its result.
 
         It is run at once if the request is short, otherwise on a thread in the tenant's turn.
 

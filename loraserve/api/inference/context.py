@@ -121,7 +121,7 @@ async def resolve_asked(services: Services, caller: Caller, body: InferenceBody)
 
 
 def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:
-    """Return the model's name, and the field that it stands in."""
+    """Find the model's name, and the field that it stands in."""
     model, by = body.model, "model"
     for field in _BASE_NAMES:
         name = _named_adapter(body, field)
@@ -139,7 +139,7 @@ def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:
 
 
 def _named_adapter(body: InferenceBody, field: str) -> str | None:
-    """Return the adapter that the field names; None: the base, or it leaves that to `model`."""
+    """Read the adapter that the field names; None: the base, or it leaves that to `model`."""
     value = getattr(body, field)
     values = value if isinstance(value, list) else [value]
     if len(values) > LIMITS.max_prompts or not all(
@@ -172,7 +172,7 @@ def check_priority(body: InferenceBody | PoolingBody, caller: Caller) -> None:
 
 
 def priority_of(body: InferenceBody | PoolingBody, caller: Caller) -> int:
-    """Return the priority of the request's sequences: the last, if no client waits for them."""
+    """Choose the priority of the request's sequences: the last, if no client waits for them."""
     return LAST_PRIORITY if caller.is_background else body.priority
 
 
@@ -212,7 +212,7 @@ def check_num_candidates(prompts: Sequence[Prompt], sampling: Sampling) -> None:
 def use_cache(
     services: Services, caller: Caller, requests: Sequence[GenerateRequest], ttl_s: float | None
 ) -> CacheUse | None:
-    """Return what the result cache is to these requests, all of one HTTP request's.
+    """Look these requests, all of one HTTP request's, up in the result cache.
 
     None: it isn't asked for.
     """
@@ -271,7 +271,7 @@ class InferenceContext:
         thinking: Sequence[ThinkingBudget | None] | None = None,
         shown_token_ids: tuple[int, ...] = (),
     ) -> list[GenerateRequest]:
-        """Return the engine's requests in the order of the choices, prompt by prompt.
+        """Build the engine's requests in the order of the choices, prompt by prompt.
 
         Args:
             thinking: bound on the reasoning after each prompt; None: none has a bound.
@@ -319,7 +319,7 @@ class InferenceContext:
         return requests
 
     def prompt_of(self, index: int) -> Prompt:
-        """Return the prompt of the choice with this index."""
+        """Look up the prompt of the choice with this index."""
         return self.prompts[index // self.body.n]
 
     def headers(self, first: Chunk | None) -> dict[str, str]:

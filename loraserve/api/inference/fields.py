@@ -164,7 +164,7 @@ class IgnoredField(str):
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
-    """Return the fields of the request's JSON object, unchecked; note which model they name.
+    """Parse the fields of the request's JSON object, unchecked; note which model they name.
 
     A dependency of the inference routes.
 
@@ -179,7 +179,7 @@ async def json_fields(request: Request) -> dict[str, Any]:
 
 
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
-    """Return the known fields, checked, and the names of the ignored fields (`IgnoredField`).
+    """Check the known fields, and collect the names of the ignored fields (`IgnoredField`).
 
     Explicit nulls count as absent; a number may come as its text ("8"), and an integer as a whole
     float (8.0), as in vLLM.
@@ -230,7 +230,7 @@ def _as_number(value: object, kind: type[int] | type[float]) -> object:
 
 
 def _likely_field(name: str, model: type[BaseModel]) -> str | None:
-    """Return the model's field that `name` may be a misspelling of."""
+    """Find the model's field that `name` may be a misspelling of."""
     return _closest(name, tuple(model.model_fields)) if _FIELD_NAME.fullmatch(name) else None
 
 
@@ -271,7 +271,7 @@ def _renamed_in(message: str, name: str, own: str) -> str:
 
 
 def fields_of(value: object, param: str, known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of an object that may have only these; nulls count as absent.
+    """Read the fields of an object that may have only these; nulls count as absent.
 
     Raises:
         InvalidRequest: it isn't an object.
@@ -288,7 +288,7 @@ def fields_of(value: object, param: str, known: Collection[str]) -> dict[str, An
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return ``x-loraserve-ignored`` for the ignored fields.
+    """Build ``x-loraserve-ignored`` for the ignored fields.
 
     Names that aren't plain words are only counted. ``x-loraserve-did-you-mean`` has those that may
     be misspelt: ``temprature=temperature``.
@@ -317,13 +317,13 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
 
 
 def _refused(model: type[BaseModel]) -> Mapping[str, str]:
-    """Return the fields that this route alone refuses, with hints."""
+    """Look up the fields that this route alone refuses, with hints."""
     refused: Mapping[str, str] = getattr(model, "refused", {})
     return refused
 
 
 def _is_neutral(name: str, value: object) -> bool:
-    """Return whether the field asks for nothing, as null does."""
+    """Check whether the field has no effect, as null has none."""
     if name in _NEUTRAL_ALONE:
         neutral = _NEUTRAL_ALONE[name]
     elif _GUIDED.fullmatch(name):

@@ -37,7 +37,7 @@ class InputReader:
     """Tokenizer of what the request is bound to."""
 
     async def inputs(self, value: object, *, add_special_tokens: bool) -> list[Prompt]:
-        """Return the prompts of ``str | [str] | [int] | [[int]]`` in the field ``input``, in order.
+        """Read the prompts of ``str | [str] | [int] | [[int]]`` in the field ``input``, in order.
 
         Raises:
             InvalidRequest: it is none of these, or empty, or has ids that the model doesn't have.
@@ -47,7 +47,7 @@ class InputReader:
         return await self._run(lambda: self._read(value, add_special_tokens))
 
     async def texts(self, texts: Sequence[Named]) -> list[Prompt]:
-        """Return the prompts of texts and pairs.
+        """Encode texts and pairs to prompts.
 
         Raises:
             InvalidRequest, PayloadTooLarge, ContextLengthExceeded: as `inputs`.

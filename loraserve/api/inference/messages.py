@@ -17,7 +17,7 @@ _REASONING = ("reasoning_content", "reasoning")
 
 
 def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]]:
-    """Return the messages as the model's template takes them.
+    """Convert the messages to those that the model's template takes.
 
     Raises:
         InvalidRequest: one is wrong; `param` names it.
@@ -114,7 +114,7 @@ class _Reader:
 
 
 def _read_arguments(value: object, param: str) -> dict[str, Any] | str:
-    """Return the object that arguments hold, which templates write in their own way.
+    """Parse the object that arguments hold, which templates write in their own way.
 
     What isn't JSON, as a model may have written it, stays a string. So does JSON that no body may
     hold: no template could write a lone surrogate, or a thousand levels.

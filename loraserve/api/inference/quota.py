@@ -18,7 +18,7 @@ from loraserve.tenancy.limits.admission import Admitted
 
 
 async def admitted_caller(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Caller:
-    """Return the caller, once its tenant may make one more request.
+    """Admit the caller, once its tenant may send one more request.
 
     The guard releases it when the answer has ended, however it ends, and says in the answer's
     headers how the tenant stands, in a refusal's too.

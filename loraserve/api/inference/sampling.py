@@ -68,7 +68,7 @@ class Sampling:
         )
 
     def constrained(self, grammar: Grammar) -> Sampling:
-        """Return the same sampling of answers that follow a grammar."""
+        """Restrict the sampling to answers that follow a grammar."""
         return replace(self, grammar=grammar)
 
 
@@ -81,7 +81,7 @@ def read_sampling(
     bad_words: tuple[tuple[int, ...], ...] = (),
     defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Sampling:
-    """Return the sampling parameters that the body asks for.
+    """Read the sampling parameters of the body.
 
     Args:
         num_ids: the bound of the ids that the body may name.
@@ -109,7 +109,7 @@ def read_sampling(
 
 
 def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> InferenceBody:
-    """Return the body with defaults for what it doesn't have, and with the stop tokens."""
+    """Fill what the body lacks with defaults, and add the stop tokens."""
     given = {name: getattr(defaults, name) for name in SAMPLING_FIELDS if name not in body.model_fields_set}
     update: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if defaults.stop_token_ids and not body.ignore_eos:
@@ -118,7 +118,7 @@ def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> Inferen
 
 
 def cache_ttl_s(sampling: Sampling) -> float | None:
-    """Return the seconds for which `cache` lets the answer be kept; None: it isn't asked for.
+    """Read the seconds for which `cache` lets the answer be kept; None: it isn't requested.
 
     Raises:
         InvalidRequest: the field is wrong, or the answer is drawn anew each time.
@@ -145,7 +145,7 @@ def cache_ttl_s(sampling: Sampling) -> float | None:
 
 
 def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int | None:
-    """Return how many tokens of the prompt's end `truncate_prompt_tokens` keeps; None: all.
+    """Compute how many tokens of the prompt's end `truncate_prompt_tokens` keeps; None: all.
 
     Args:
         asked: tokens that the answer may have; None: as many as there is room for.
@@ -185,7 +185,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 def choose_max_tokens(
     asked: int | None, default: int | None, num_prompt_tokens: int, base: BaseSpec, param: str
 ) -> int:
-    """Return the requested maximum of tokens, or the default as far as the context has room.
+    """Choose the requested maximum of tokens, or the default as far as the context has room.
 
     A default of None is all the room.
 
@@ -208,7 +208,7 @@ def choose_max_tokens(
 
 
 def choose_seeds(seed: int | None, num_choices: int) -> list[int]:
-    """Return one seed per choice: random ones, or derived from the caller's, the first choice's."""
+    """Choose one seed per choice: random ones, or derived from the caller's, the first choice's."""
     if seed is None:
         return [secrets.randbits(63) for _ in range(num_choices)]
     first = seed & _MASK

@@ -27,7 +27,7 @@ _OBJECT = {"type": "object"}
 
 
 async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat, tokenizer: Tokenizer) -> Grammar:
-    """Return the grammar of a format, once it has been compiled; stop when the client leaves.
+    """Compile the grammar of a format; stop when the client leaves.
 
     Raises:
         InvalidRequest: it can't be followed; `param` names the place.
@@ -40,7 +40,7 @@ async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat
 
 
 def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:
-    """Return the format with what the operator chose where the request didn't."""
+    """Complete the format with what the operator chose where the request didn't."""
     if wanted.whitespace == WHITESPACE:
         wanted = msgspec.structs.replace(wanted, whitespace=_WHITESPACE[settings.json_whitespace])
     if settings.json_numbers == "any":
@@ -49,7 +49,7 @@ def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:
 
 
 def read_answer_format(body: InferenceBody) -> AnswerFormat | None:
-    """Return what the answers have to be; None: any text.
+    """Read what the answers have to be; None: any text.
 
     Raises:
         InvalidRequest: a field is wrong, or two of them say what the answers are.

@@ -60,7 +60,7 @@ class LiveLoad:
 
     @classmethod
     def of(cls, body: LoadBody, services: Services, *, is_in_place: bool, is_pinned: bool = False) -> LiveLoad:
-        """Return the load that the body asks for.
+        """Build the load that the body describes.
 
         Raises:
             InvalidRequest: its fields contradict each other.

@@ -59,7 +59,7 @@ class Activity:
         self._tallies: OrderedDict[TenantId, RequestTally] = OrderedDict()
 
     def of(self, tenant: TenantId | None) -> RequestTally:
-        """Return the tenant's tally, or with None that of all."""
+        """Look up the tenant's tally, or with None that of all."""
         return self.total if tenant is None else self._tallies.get(tenant) or RequestTally()
 
     def begin(self, request: GenerateRequest, *, tenant_name: str, asked: str) -> RequestTimer:
@@ -180,5 +180,5 @@ class RequestTimer:
 
 
 def _answer_id(request_id: str) -> str:
-    """Return the answer's id, of which the engine's requests have one number each."""
+    """Extract the answer's id, of which the engine's requests have one number each."""
     return request_id.removesuffix("-fallback").rpartition("-")[0]

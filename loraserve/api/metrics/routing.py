@@ -53,9 +53,10 @@ class AdapterRouting:
         return self._engine.stats.max_device_adapters or self._max_num_seqs
 
     def num_loaded(self) -> dict[str, float]:
-        """Return the number of adapters that steps can use, by the base's id.
+        """Count the adapters that steps can use, by the base's id.
 
-        By that id a router knows the requests that need no adapter. Nothing, before it is loaded.
+        By that id a router recognizes the requests that need no adapter. Nothing, before it is
+        loaded.
         """
         stats = self._engine.stats
         try:
@@ -64,7 +65,7 @@ class AdapterRouting:
             return {}
 
     def requests_info(self) -> dict[tuple[str, str, str], float]:
-        """Return the time, by `max_lora` and the names of adapters that run and are waited for."""
+        """Build the time, by `max_lora` and the names of adapters that run and are waited for."""
         running, waiting = ",".join(self._load.running_names()), ",".join(self._load.waiting_names())
         return {(str(self.max_lora), running, waiting): time.time()}
 
@@ -86,7 +87,7 @@ class AdapterRouting:
         self._rows = {row.digest: row for row in rows}
 
     def loaded(self) -> dict[tuple[str, str, str, str], float]:
-        """Return 1 by name, level, whether it is pinned, and owner, of each that is loaded."""
+        """Build 1 by name, level, whether it is pinned, and owner, of each that is loaded."""
         found = {}
         for (owner, name), digest in self._load.named_digests().items():
             row = self._rows.get(digest)

@@ -87,7 +87,7 @@ class SlowRequests:
             self._minutes.popitem(last=False)
 
     def slowest(self, tenant: TenantId | None, *, order: str, limit: int) -> list[SlowRequest]:
-        """Return the tenant's slowest, or with None those of all tenants, the slowest first."""
+        """List the tenant's slowest, or with None those of all tenants, the slowest first."""
         self._forget()
         kept = (
             one

@@ -68,7 +68,7 @@ class SpanTracer:
 
     @classmethod
     def to_collector(cls, endpoint: str | None, sample: float | None, metrics: ServerMetrics) -> SpanTracer:
-        """Return a tracer that posts to `endpoint`; None: where OpenTelemetry's variables say.
+        """Build a tracer that posts to `endpoint`; None: where OpenTelemetry's variables point.
 
         Raises:
             ValueError: a variable of OpenTelemetry's is wrong.
@@ -196,12 +196,12 @@ class SpanTracer:
 
 
 def _instant(record: RequestRecord, at_s: float) -> int:
-    """Return an instant of `time.monotonic` in nanoseconds since 1970."""
+    """Convert an instant of `time.monotonic` to nanoseconds since 1970."""
     return record.started_ns + round((at_s - record.started_s) * 1e9)
 
 
 def _trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the headers of W3C's Trace Context; none that are ambiguous or too long."""
+    """Select the headers of W3C's Trace Context; none that are ambiguous or too long."""
     parents = [value for name, value in headers if name == b"traceparent"]
     if len(parents) != 1:
         return {}

@@ -64,7 +64,7 @@ class TemplateRenderer:
         return self._processes.num_starts
 
     async def inspect(self, tenant: str, source: str) -> TemplateAnswer:
-        """Return what a template is like: its `problems`, or what it reads.
+        """Inspect a template: find its `problems`, or what it reads.
 
         Raises:
             EngineUnavailable: no process can be started.
@@ -75,7 +75,7 @@ class TemplateRenderer:
         return answer
 
     async def render(self, tenant: str, question: bytes) -> str:
-        """Return the prompt that a `VersionTemplate.question` asks for.
+        """Render the prompt of a `VersionTemplate.question`.
 
         Args:
             tenant: the one whose request it is.
@@ -109,7 +109,7 @@ class TemplateRenderer:
         return WorkerProcess(_MODULE, msgspec.json.encode(setup))
 
     async def _ask(self, tenant: str, question: bytes) -> TemplateAnswer | None:
-        """Return the answer; None: the question was over the process's bounds."""
+        """Send a question, and wait for the answer; None: it was over the process's bounds."""
         async with self._processes.take(tenant) as process:
             started = self._clock()
             try:

@@ -35,7 +35,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self) -> Any:
-        """Return the whole answer, as JSON has it."""
+        """Build the whole answer, as JSON has it."""
 
 
 class StreamableAnswer(Answer):
@@ -53,17 +53,17 @@ class StreamableAnswer(Answer):
     ending: bytes = DONE
 
     def opening(self) -> bytes:
-        """Return the events before the first chunk's."""
+        """Encode the events before the first chunk's."""
         return b""
 
     @abstractmethod
     def render(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk of choice ``index``; empty if it adds nothing."""
+        """Encode the events of a chunk of choice ``index``; empty if it adds nothing."""
 
     async def closing(self) -> bytes:
-        """Return the events after the last chunk's."""
+        """Encode the events after the last chunk's."""
         return b""
 
     def failure(self, error: LoraserveError) -> bytes:
-        """Return the events of an error that ends the stream."""
+        """Encode the events of an error that ends the stream."""
         return error_event(error)

@@ -49,7 +49,7 @@ class Delivery(EventSource):
             generation.read_with(self._reader)
 
     async def respond(self) -> Response:
-        """Return the response, once the first chunk has come; a whole answer's, once it is there.
+        """Build the response, once the first chunk has come; a whole answer's, once it is there.
 
         A stream begins after `Limits.silent_stream_s` in any case.
 

@@ -95,7 +95,7 @@ class Generation:
         """
 
     async def start(self) -> Chunk:
-        """Return the first chunk of any choice, which iterating gives again.
+        """Start generating; return the first chunk of any choice, which iterating gives again.
 
         An error before it can still be answered with a status.
 
@@ -165,7 +165,7 @@ class Generation:
         return {} if self._cache is None else self._cache.headers
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which renders the whole answer.
+        """Run `work`, which renders the whole answer, to its result.
 
         Many log probabilities take long, and so are a thread's.
         """
@@ -357,7 +357,7 @@ class Generation:
                 metrics.pooled_inputs.labels(kind, reason).inc()
 
     def _explained(self, error: Exception, request: GenerateRequest) -> Exception:
-        """Return the error to show the client.
+        """Choose the error to show the client.
 
         A sum that can't be composed of sound parts is the request's fault.
         """
@@ -384,7 +384,7 @@ def finish_reason(chunk: Chunk) -> str | None:
 
 
 def _num_candidates(request: GenerateRequest) -> int:
-    """Return how many log probabilities the request's choice has at most."""
+    """Count the log probabilities that the request's choice has at most."""
     params = request.params
     num_prompt = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
     return num_prompt + (0 if params.logprobs is None else params.max_tokens * (1 + params.logprobs))

@@ -157,7 +157,7 @@ class RequestUsage:
         self._is_closed = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the answer's ``usage`` so far, with its cost where the tenant has prices."""
+        """Build the answer's ``usage`` so far, with its cost where the tenant has prices."""
         prompt_tokens, cached_tokens = sum(self._lengths), sum(self._cached.values())
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
@@ -244,7 +244,7 @@ class RequestUsage:
         return self._admitted.collected or self._context.services.usage
 
     def _price(self) -> Price | None:
-        """Return the price of the adapter that answers now; None: the tenant has no prices.
+        """Look up the price of the adapter that answers now; None: the tenant has no prices.
 
         Of an answer that was kept, every token has the price of a cached one.
         """
@@ -259,7 +259,7 @@ def _digest(adapter: AdapterRef | None) -> str:
 
 
 def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, granted: Sequence[str]) -> Price:
-    """Return the price of the adapter, as the tenant calls it.
+    """Look up the price of the adapter, as the tenant calls it.
 
     A sum has its dearest part's, so that it is no way around a price.
 
@@ -279,7 +279,7 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
 
 
 def _name(adapter: AdapterRef | None) -> str:
-    """Return the adapter's name in usage.
+    """Choose the adapter's name in usage.
 
     Ephemeral ones share a name: each would leave rows behind. A sum's is without its weights: each
     client's would be a row of their own.

@@ -85,7 +85,7 @@ class ChatChoice:
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
 
     def read(self, chunk: Chunk) -> Sequence[Delta]:
-        """Return what the chunk adds to the answer; the calls that it begins are in `calls`."""
+        """Read what the chunk adds to the answer; the calls that it begins are in `calls`."""
         deltas = self._deltas(chunk)
         self._num_undecided_tokens += len(chunk.token_ids)
         for delta in deltas:
@@ -94,7 +94,7 @@ class ChatChoice:
         return deltas
 
     def logprobs_of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the log probabilities of the chunk's tokens; empty if none were asked for."""
+        """Format the log probabilities of the chunk's tokens; empty if none were requested."""
         if not self._body.logprobs or not chunk.logprobs:
             return []
         return chat_logprobs(

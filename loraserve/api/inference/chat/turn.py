@@ -208,7 +208,7 @@ class ChatTurn:
         return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted), sampling)
 
     async def respond(self, request: Request, answer: StreamableAnswer) -> Response:
-        """Return the response that the answer makes of the turn.
+        """Deliver the response that the answer makes of the turn.
 
         Raises:
             LoraserveError: it failed before the first byte of the answer.
