@@ -30,9 +30,9 @@ def apply_lora(
 ) -> None:
     """Turn `y` from ``W x + bias`` into what the row's adapter makes of it, in place.
 
-    `modules.LoraModule` says what that is. It is done for every row that has an adapter and every
-    slice of the site; other rows stay as they are. The order is: columns whose rows of W the
-    adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside
+    `modules.LoraModule` defines what that is. It is done for every row that has an adapter and
+    every slice of the site; other rows stay as they are. The order is: columns whose rows of W the
+    adapter has replaced are recomputed, ``B diag(scaling) A x`` is added, what is there apart from
     the bias is multiplied by 1 + δ, and the bias delta is added.
 
     Args:

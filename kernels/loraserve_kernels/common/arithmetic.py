@@ -1,6 +1,6 @@
 """Arithmetic of a linear, as a value that others show.
 
-It says which kernel does it, and which instructions the kernel was built from. Imports no torch.
+It names which kernel does it, and which instructions the kernel was built from. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them.
 
-`dequantize` says what they mean. Plain tensors: no Triton here.
+`dequantize` defines what they mean. Plain tensors: no Triton here.
 
     int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or
            for each group of 32, 64 or 128 inputs; groups may have zeros
@@ -211,7 +211,7 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Decode the weight, [out_features, in_features]: ``value · scale``, rounded once.
 
-        It is of `dtype`, computed in float32, or in float64 if that is asked for. A rotated
+        It is of `dtype`, computed in float32, or in float64 if that is requested. A rotated
         weight is rotated back, and a permuted one has its inputs in their order.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32

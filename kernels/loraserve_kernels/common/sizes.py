@@ -98,8 +98,8 @@ class PackedLayout:
     def num_bytes(self, dtype: ItemSized, num_norm_weights: int = 0) -> int:
         """Bytes of the buffers, with weights in `dtype`.
 
-        So many float32 weights of norms lie beside them. Experts' records are counted, since there
-        may be thousands; the others' aren't.
+        `num_norm_weights` float32 weights of norms are added. Experts' records are counted, since
+        there may be thousands; the others' aren't.
         """
         floats = 4 * (self.num_floats + num_norm_weights + self.num_row_ids)
         return self.num_elements * dtype.itemsize + floats + self.expert_records.nbytes

@@ -38,7 +38,7 @@ _FBGEMM = {1: "avx2", 2: "avx512", 3: "avx512_ymm", 4: "avx512_vnni", 5: "avx512
 def onednn() -> str:
     """Detect the widest set that oneDNN may use.
 
-    It is the processor's, or less where ONEDNN_MAX_CPU_ISA says so.
+    It is the processor's, or less where ONEDNN_MAX_CPU_ISA sets it.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine()
@@ -54,7 +54,7 @@ def onednn() -> str:
 def fbgemm() -> str:
     """Detect the set that fbgemm dispatches to.
 
-    Where fbgemm can't be asked, it is torch's own name for it.
+    Where fbgemm can't be queried, it is torch's own name for it.
     """
     try:
         ask = ctypes.CDLL(

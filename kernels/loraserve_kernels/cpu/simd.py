@@ -72,8 +72,8 @@ class VectorModel(PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, fe_type, VECTOR)
 
 
-# What an element in memory is, passed to loads as a value whose numba type says it. int8 is widened
-# to float32 like the others.
+# What an element in memory is, passed to loads as a value whose numba type encodes it. int8 is
+# widened to float32 like the others.
 F32, BF16, F16, I8 = np.float32(0), np.uint16(0), np.int16(0), np.int8(0)
 
 
@@ -198,7 +198,7 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tell the core that it spins."""
+    """Hint to the core that it spins."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if llvmlite.binding.get_default_triple().startswith(("x86_64", "i686")):

@@ -55,7 +55,7 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
 def alone() -> Iterator[None]:
     """Keep torch's operators on this thread within the block.
 
-    It is for work beside the step, such as packing an adapter: every thread that runs a parallel
+    It is for work during the step, such as packing an adapter: every thread that runs a parallel
     operator gets a pool of its own, and once there are more threads than cores, OpenMP's threads
     sleep instead of spinning between two operators. Each one of the step's then waits for a thread
     to wake, 75 µs on one machine.

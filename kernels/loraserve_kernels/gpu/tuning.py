@@ -1,7 +1,7 @@
 """Tile sizes that were measured on a device, read from a file.
 
 `make gpu ARGS='--only tune'` writes the file. Kernels read the one that ``LORASERVE_GPU_TUNING``
-names, or else ``tuned/DEVICE.json`` beside this module, if there is one for the device; without
+names, or else ``tuned/DEVICE.json`` next to this module, if there is one for the device; without
 either, each kernel's own tile sizes hold. The file is JSON::
 
     {"device": "NVIDIA H100 80GB HBM3",

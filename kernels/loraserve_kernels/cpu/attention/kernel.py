@@ -195,8 +195,8 @@ def _ask(blocks, number, lines, head, group):  # type: ignore[no-untyped-def]
 def _row_scores(q, q_head, group, width, size, blocks, scores, scores_row, ahead):  # type: ignore[no-untyped-def]
     """Write the products of one row's heads with the keys of some blocks, unscaled.
 
-    `scores` are those of the first block. Each head asks for its share of the blocks `ahead`. Both
-    are as `_following` gives them.
+    `scores` are those of the first block. Each head prefetches its share of the blocks `ahead`.
+    Both are as `_following` gives them.
     """
     lines = size * width // LINE
     table, k, k_block, first, end = blocks

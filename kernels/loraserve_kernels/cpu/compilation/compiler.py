@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class KernelLocator(caching._CacheLocator):  # type: ignore[misc]
-    """Tell numba that machine code of this package is in `kernel_cache`'s folder.
+    """Point numba for machine code of this package to `kernel_cache`'s folder.
 
     The folder's name is a hash of the sources, so that a file's code is always fresh.
     """

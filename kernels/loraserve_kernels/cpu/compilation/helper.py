@@ -1,4 +1,4 @@
-"""A process that compiles kernels beside an engine: its interpreter stays free.
+"""A process that compiles kernels next to an engine: its interpreter stays free.
 
     python -P -m loraserve_kernels.cpu.compilation.helper NEEDED,… LATER,…
 

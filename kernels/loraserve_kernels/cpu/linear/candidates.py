@@ -1,7 +1,7 @@
 """Candidates: the kernels that can compute a CPU's linears, by format of the weight.
 
 A library may have no instructions for a format and compute it a thousand times slower than float32,
-or sum it in too few bits, silently; neither can be told from the processor's name. So each
+or sum it in too few bits, silently; neither can be inferred from the processor's name. So each
 candidate multiplies the largest codes there are, all of one sign and of both, and its sums are
 compared with exact ones.
 """
@@ -45,7 +45,7 @@ class Candidate:
     Attributes:
         rank: lower is preferred; candidates of one rank give the same bits.
         make: packs a weight and returns its product with x.
-        is_exact: whether it sums the largest codes rightly at so many inputs.
+        is_exact: whether it sums the largest codes rightly at that many inputs.
         is_there: whether this machine has what it needs.
     """
 

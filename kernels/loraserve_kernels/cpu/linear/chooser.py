@@ -46,17 +46,17 @@ A class takes 20 to 60 ms.
 """
 
 SLOWER = 1.2
-"""A format that takes so many times as long as float32 is slower; less may be another process's
+"""A format that takes that many times as long as float32 is slower; less may be another process's
 doing.
 """
 
 HOPELESS = 20.0
-"""A candidate that takes, or would take for more rows, so many times as long as float32 isn't tried
-on, nor on other classes.
+"""A candidate that takes, or would take for more rows, that many times as long as float32 isn't
+tried on, nor on other classes.
 """
 
 MUCH_SLOWER = 4.0
-"""A rank whose best candidate takes so many times as long as the best of all ranks gives way."""
+"""A rank whose best candidate takes that many times as long as the best of all ranks gives way."""
 
 _HOPELESS_S = 0.03
 _SCREEN_CHANNELS = 256
@@ -140,11 +140,11 @@ class Chooser:
             `work_clock()`.
         spent_s: what probing has taken so far, but for compiling, which happens once on a machine.
         cut_s: seconds of all threads that a cut of the step takes, by their number.
-        around: entered around each probe, with the format's name: for a load that tells what it is
-            at.
-        ask: asked for a choice that another process of a group makes; None, or where it returns
+        around: entered around each probe, with the format's name: for a load that reports what it
+            is at.
+        ask: called for a choice that another process of a group makes; None, or where it returns
             None: this one makes it.
-        on_choice: told of each choice that is made here; None: nothing is.
+        on_choice: notified of each choice that is made here; None: nothing is.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -177,7 +177,7 @@ class Chooser:
     def adopt(self, format: str, out_features: int, in_features: int, arithmetic: Arithmetic) -> None:
         """Take for a class of shapes what another process of this machine took.
 
-        Both are as `taken` gives them; no clock is asked again.
+        Both are as `taken` gives them; no clock is read again.
         """
         choice = Choice(format, out_features, in_features, arithmetic, (), {})
         self._choices[format, out_features, in_features] = choice
@@ -258,12 +258,13 @@ def probe(
     """Time every candidate of a format on weights of this shape.
 
     Args:
-        runs, run_s: each number of rows is timed so often at most, and no longer than about so many
-            seconds.
+        runs, run_s: each number of rows is timed that often at most, and no longer than about that
+            many seconds.
         hopeless: (format, kernel) of candidates that aren't tried; those that turn out to be so are
             added.
         times_all: also candidates of a rank that isn't looked at, since one before it is fast.
-        cut_s: what a library's product takes besides; asked where there is one of our own as well.
+        cut_s: what a library's product takes in addition; measured where there is one of our own as
+        well.
     """
     hopeless = set() if hopeless is None else hopeless
     weight = example(format, out_features, in_features)
@@ -408,7 +409,7 @@ def _activations(num_rows: int, in_features: int) -> Tensor:
 
 
 def lines(choices: Iterable[Choice]) -> Iterator[tuple[bool, str]]:
-    """Yield what a log says of choices: whether the best is slower than float32, in words too."""
+    """Yield log lines on choices: whether the best is slower than float32, in words too."""
     for choice in choices:
         if not choice.float_s:
             yield False, f"{choice.format} {choice.out_features}×{choice.in_features}: {choice.arithmetic}; taken over"

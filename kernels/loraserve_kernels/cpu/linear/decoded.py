@@ -21,7 +21,7 @@ _MIN_PARALLEL_WEIGHTS = 1 << 15
 """Products of a smaller weight with one row aren't worth waking a second thread for."""
 
 _RUNS = {2: torch.int16, 4: torch.int32}
-"""Dtype as wide as so many codes of int8."""
+"""Dtype as wide as that many codes of int8."""
 
 _SUMMED_ROWS = 256
 """Rows of a weight whose codes are summed at a time."""

@@ -235,7 +235,7 @@ def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
 
     They are [num_blocks, in_features, rows of a block] float32; None where it is in another order.
     oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps
-    them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they are is
+    them; on machines with AVX2 or AVX512 a block's rows are side by side, and whether they are is
     seen by comparing all of them. Valid as long as `packed`.
 
     Args:

@@ -11,7 +11,7 @@ from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
 
 
 def widen(weight: QuantizedWeight) -> Tensor:
-    """Compute the bits of ``weight.dequantize(torch.float32)``, several times sooner.
+    """Compute the bits of ``weight.dequantize(torch.float32)``, several times faster.
 
     A byte's codes are looked up together.
     """

@@ -73,7 +73,7 @@ __all__ = [
 _INT8_MAX = 127
 _OWN_PAGES_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 22
-"""Rows are rounded to int8 so many weights at a time: a float32 copy of a whole head would take
+"""Rows are rounded to int8 that many weights at a time: a float32 copy of a whole head would take
 gigabytes.
 """
 

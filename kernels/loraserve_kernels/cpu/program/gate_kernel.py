@@ -32,8 +32,8 @@ from loraserve_kernels.cpu.simd import (
     store_one,
 )
 
-# The argument block, in int64 words, beside those of `round_row`. The counter is on a cache line of
-# its own.
+# The argument block, in int64 words, in addition to those of `round_row`. The counter is on a cache
+# line of its own.
 CLAIMED, NUM_ROWS, WIDTH, X, X_STRIDE, OUT, IS_GELU = 0, 8, 9, 10, 11, 12, 13
 
 F32_BYTES = 4

@@ -35,9 +35,9 @@ from loraserve_kernels.cpu.simd import (
     sum_lanes,
 )
 
-# The argument block, in int64 words, beside those of `round_row`. The counter is on a cache line of
-# its own. A weight of 0: no norm. The tables of weights have an address for each row; 0: every row
-# has the one weight.
+# The argument block, in int64 words, in addition to those of `round_row`. The counter is on a cache
+# line of its own. A weight of 0: no norm. The tables of weights have an address for each row; 0:
+# every row has the one weight.
 CLAIMED, NUM_ROWS, WIDTH, HIDDEN, DELTA, DELTA_STRIDE, DELTA_WEIGHT, DELTA_WEIGHTS = 0, 8, 9, 10, 11, 12, 13, 14
 WEIGHT, WEIGHTS, OUT, EPS, DELTA_SCALE = 15, 16, 17, 18, 19
 """EPS, DELTA_SCALE: float32 in the word's first half."""

@@ -96,7 +96,7 @@ class GpuAttentionPlan:
     ) -> None:
         """Allocate buffers for the largest step in the host's memory and on the device.
 
-        The host's are pinned beside a GPU.
+        The host's are pinned where there is a GPU.
 
         Raises:
             InvalidPlan: heads that don't form groups, or a head_dim that the kernels don't have.

@@ -4,7 +4,7 @@ Device functions for Triton kernels.
 
 Compiled code does it in PTX on 32-bit words, one to three instructions a weight; Triton's own
 conversions take one weight at a time. All of them are exact (NF4's table is rounded to the dtype).
-fp8 is taken apart as bits, so that it needs no hardware that knows it: sm_80 and sm_90 give the
+fp8 is taken apart as bits, so that it needs no hardware that supports it: sm_80 and sm_90 give the
 same bits. In Triton's interpreter (`WIDEN`), which has no PTX, the same numbers are made in
 float32. The tests run the PTX text on every code.
 """

@@ -16,10 +16,11 @@ out; then the same of the sampled rows, where the head has adapters. Then, packe
 
 At the head and the embedding, which have one slice, the third's words speak of replaced rows.
 Sixteen of them for one row tile are a piece of work; those of an adapter's row tiles stand in turn,
-so that programs beside one another read the same rows. The first of these row tiles has the group's
-first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0 counts in
-the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves
-its sums at place i of `scratch`, so a row tile finds a slice's sums one after the other.
+so that programs next to one another read the same rows. The first of these row tiles has the
+group's first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0
+counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a
+site leaves its sums at place i of `scratch`, so a row tile finds a slice's sums one after the
+other.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class GpuLoraPlan:
     def __init__(self, pool: PagedPool, *, max_num_tokens: int, max_work_items: int, block_m: int = 16) -> None:
         """Allocate buffers for the largest step in the host's memory and on the pool's device.
 
-        The host's are pinned beside a GPU.
+        The host's are pinned where there is a GPU.
 
         Args:
             pool: kept for the plan's life.

@@ -220,7 +220,7 @@ def _starts_of(runs: Runs, width: int, dtype: torch.dtype) -> npt.NDArray[np.int
 
 
 def _copy_rows(pages: Tensor, runs: Runs, rows: Tensor, first: int, dtype: torch.dtype) -> None:
-    """Copy rows, the first of which is so many behind the first that was placed."""
+    """Copy rows; the first of them is number `first` of the placed ones."""
     flat, num_bytes, end = pages.view(-1), row_num_bytes(rows.shape[1], dtype), first + rows.shape[0]
     before = 0
     for start, count in runs:

@@ -205,7 +205,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
                 False,
                 MAX_CANDIDATES,
             )
-            # candidates stand in no order: the id that has so many before it
+            # candidates stand in no order: the id that has that many before it
             ids = tl.where(keys == key, ids, NO_TOKEN)
             low = tl.full((), -1, tl.int32)
             high = tl.max(tl.where(keys == key, ids, -1), axis=0)

@@ -23,8 +23,8 @@ CHUNK = 4096
 """Tokens that a program of `scan` or `weigh` reads."""
 
 NUM_CANDIDATES = 1024
-"""Top-p looks among at least so many of the likeliest tokens first, and among all only where these
-don't hold the mass that it asks for.
+"""Top-p looks among at least that many of the likeliest tokens first, and among all only where
+these don't hold the mass that it needs.
 """
 
 MAX_CANDIDATES = 4096
@@ -70,7 +70,7 @@ class SamplingRows:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         """Allocate for steps of up to `max_num_seqs` rows, on the device and for the host.
 
-        The host's memory is pinned beside a GPU.
+        The host's memory is pinned where there is a GPU.
         """
         self.num_rows = 0
         self.is_greedy = True

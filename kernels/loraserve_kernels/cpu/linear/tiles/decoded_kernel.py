@@ -53,7 +53,7 @@ from loraserve_kernels.cpu.linear.tiles.tile_writer import (
 )
 from loraserve_kernels.cpu.simd import LANES
 
-# Kinds of codes, passed as values whose numba types tell them apart.
+# Kinds of codes, passed as values whose numba types distinguish them.
 INT8, INT8_ZEROS, INT4, INT4_ZEROS, NF4, FP8, BF16, F16 = (
     np.int8(0),
     np.uint8(0),

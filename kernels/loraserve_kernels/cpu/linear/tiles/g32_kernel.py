@@ -63,7 +63,7 @@ _INPUTS_BIT = 5
 _FOURS = 4
 """Inputs of a channel that stand in four neighbouring bytes."""
 
-# A kind of weight: a tuple of three values, whose numba types tell them apart.
+# A kind of weight: a tuple of three values, whose numba types distinguish them.
 _FORMATS = {"int4": np.int32(0), "int8": np.int8(0)}
 _SCALES = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 _ZEROS = {"none": np.int8(0), "uint8": np.uint8(0), "float32": np.float32(0)}

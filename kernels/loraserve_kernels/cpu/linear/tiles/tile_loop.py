@@ -40,7 +40,7 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
             num_passes = (end - start + ROWS - 1) // ROWS
             for part in range(num_passes):
                 row = start + part * ROWS
-                # of the first tile nothing has been asked for
+                # of the first tile nothing has been prefetched
                 num_parts = 1 if is_first and part == 0 else num_passes
                 if end - row == 1:
                     one(args, number, row, following, part, num_parts, kind)
