@@ -209,7 +209,7 @@ class ObjectStore:
                 # finds out
                 logger.warning("the store %s has no conditional writes: %s", self._url, _first_line(error))
                 obstore.put(self._bucket, MARKER, data, use_multipart=False)
-        # what the service says isn't enough: some take a condition and don't heed it
+        # the service's word isn't enough: some take a condition and don't heed it
         return self._read_marker()[0] == data[: MAX_MARKER_BYTES + 1]
 
     def _read_marker(self) -> tuple[bytes | None, str | None]:
@@ -274,7 +274,7 @@ class ObjectStore:
                 later ones.
         """
         if digest == _EMPTY:
-            # a range of nothing can't be asked for
+            # a range of nothing can't be requested
             self.num_bytes(digest)
             return 0, iter(())
         with storage_errors(f"The blob {digest} can't be read"):
@@ -333,7 +333,7 @@ def _key(digest: Digest) -> str:
 
 def _check_length(data: bytes, expected: int) -> bytes:
     if len(data) != expected:
-        # said of the answer, not of the object: that would condemn it
+        # an error of the answer, not of the object: that would condemn it
         raise StorageError(f"The object store returned {len(data)} bytes; {expected} were requested.")
     return data
 
