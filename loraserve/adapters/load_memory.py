@@ -1,6 +1,6 @@
 """Memory that adapters take while they are read and unfolded, within a budget of bytes.
 
-A file says little about it: LoKr of 0.2 MB takes 88 MB until it is packed.
+A file's size shows little of it: LoKr of 0.2 MB takes 88 MB until it is packed.
 """
 
 from __future__ import annotations

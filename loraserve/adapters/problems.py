@@ -28,7 +28,7 @@ class Problems:
     def add(self, kind: type[AdapterRejected], message: str, layer: int | None = None) -> None:
         """Keep it.
 
-        `` {layers}`` in a message becomes the layers of all that it is said of, or nothing.
+        `` {layers}`` in a message becomes the layers of all that it is about, or nothing.
         """
         layers = self.by_message.setdefault((kind, message), [])
         if layer is not None:

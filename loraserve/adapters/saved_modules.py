@@ -1,6 +1,6 @@
-"""Modules that PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases.
+"""Modules that PEFT trains along with LoRA and saves whole: weights of modules_to_save, and biases.
 
-Each must be where the config says, and of the base's shape.
+Each must be where the config puts it, and of the base's shape.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseT
         return
     why = "ensure_weight_tying is true" if tied else "modules_to_save names neither"
     if tied and (head is None or embedding is None):
-        # told where the config's reach is
+        # reported where the config's reach is
         return
     if head is None or embedding is None:
         there = "lm_head" if embedding is None else "embed_tokens"

@@ -26,7 +26,7 @@ def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: i
     if isinstance(targets, Regex):
         return targets.is_fullmatch(name)
     if name in targets:
-        # a full name is taken whatever layers_to_transform says
+        # a full name is taken whatever layers_to_transform is
         return True
     if not _is_listed(name, targets):
         return False
@@ -71,7 +71,7 @@ def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
         return False
     targets = settings.target_modules
     if isinstance(targets, Regex):
-        # PEFT asks for the bare names here
+        # PEFT takes the bare names here
         return any(targets.is_fullmatch(module) for module in OUTSIDE_LAYERS)
     return targets is not None and _names_an_end(targets)
 

@@ -5,7 +5,7 @@ it means what Python's ``re`` makes of it. It is then evaluated without trying o
 another: of each part, the set of positions at which it may end is computed from the set of those at
 which it may begin, as the bits of an integer. That takes a number of steps that is a polynomial of
 the lengths of the expression and of the name, and a budget bounds them in all. Which of several
-matches Python would find first doesn't matter, since only whether there is one is asked. Where it
+matches Python would find first doesn't matter, since only whether there is one matters. Where it
 does matter, because a part refers back to what another has caught or may not be tried again, the
 expression is refused.
 """
@@ -24,7 +24,7 @@ from loraserve.limits import LIMITS, Limits
 MAX_DEPTH = 64
 """Limit on how deep groups and lookarounds nest."""
 
-# What Python's re takes for the same letter beside the other case: İ and ı, the Kelvin sign, ſ.
+# What Python's re takes for the same letter, apart from the other case: İ and ı, the Kelvin sign, ſ
 _OTHER_CASES = {"i": "\u0130\u0131", "k": "\u212a", "s": "\u017f"}
 _TYPE_FLAGS = re.ASCII | re.LOCALE | re.UNICODE
 
@@ -54,7 +54,7 @@ class Budget:
 class _Chars:
     """Node that matches a character it accepts.
 
-    `known` is what `accepts` has said: names are made of few characters.
+    `known` is what `accepts` has returned: names are made of few characters.
     """
 
     accepts: Callable[[str], bool]

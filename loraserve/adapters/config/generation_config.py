@@ -84,7 +84,7 @@ class GenerationDefaults(Struct, frozen=True):
     Attributes:
         max_new_tokens: length of an answer whose request names none, where there is room.
         max_default_tokens: the base's, which only caps what such an answer would have otherwise.
-        stop_token_ids: tokens that end an answer, beside the base's own.
+        stop_token_ids: tokens that end an answer, in addition to the base's own.
     """
 
     temperature: float | None = None

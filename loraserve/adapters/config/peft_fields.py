@@ -24,8 +24,8 @@ class FieldRule:
 
     Attributes:
         why: completes "… because".
-        neutral: values of a refused field that say nothing, beside null, false, "" and []. An empty
-            object is none of these unless it stands here: of most, PEFT builds an object of
+        neutral: values of a refused field that have no effect, besides null, false, "" and []. An
+            empty object is none of these unless it stands here: of most, PEFT builds an object of
             defaults, which is as good as one that was filled.
         is_object: whether a refused field's value is an object in PEFT: then null and false alone
             say nothing.

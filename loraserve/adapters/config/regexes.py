@@ -72,7 +72,7 @@ def compile_regex(
 
     Args:
         budget: what all of a config's regexes may take together; None: it has one of its own.
-        has_groups: what groups have caught is asked for: of what RE2 takes alone.
+        has_groups: what groups have caught is needed: for what RE2 takes alone.
     """
     if len(text) > limits.max_adapter_regex_length:
         return f"it has {len(text):,} characters; at most {limits.max_adapter_regex_length:,} are allowed"

@@ -1,7 +1,7 @@
 """Adapters in other containers than PEFT's two files, read as these.
 
 A version is stored as PEFT writes it, whatever it came in: everything after an upload, from the
-engine to a download, knows one form.
+engine to a download, handles one form.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _is_mlx(config: bytes) -> bool:
     try:
         return bool(config) and is_mlx_config(read_config(config))
     except AdapterFormatError:
-        # refused with PEFT's own, where all of its problems are told
+        # refused with PEFT's own, where all of its problems are reported
         return False
 
 

@@ -1,6 +1,6 @@
 """Weights in several safetensors files with an index, read as one file.
 
-An upload holds the files one after the other. Each says in its header where it ends.
+An upload holds the files one after the other. Each has in its header where it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_shards(weights: Buffer, index: bytes, limits: Limits = LIMITS) -> dict[
 
     Raises:
         AdapterFormatError: the index isn't one, shards are missing or hold other tensors than it
-            says, or a tensor is in two of them.
+            lists, or a tensor is in two of them.
     """
     places = read_index(index)
     data = memoryview(weights)
@@ -65,7 +65,7 @@ def _shard_of(tensors: dict[str, TensorView], places: dict[str, str]) -> str:
     """Look up the name that the index has for the file of these tensors.
 
     Raises:
-        AdapterFormatError: a tensor is in another file than the index says, or not in the index.
+        AdapterFormatError: a tensor is in another file than in the index, or not in the index.
     """
     names: dict[str, str] = {}
     for tensor in tensors:

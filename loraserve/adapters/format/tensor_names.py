@@ -31,7 +31,7 @@ _SUFFIXES = {
     "embedding_b": "lora_embedding_B",
     "magnitude": r"lora_magnitude_vector(?:\.weight)?",
     "token_rows": r"token_adapter\.trainable_tokens_delta",
-    # of the base, beside what was trained
+    # of the base, apart from what was trained
     "saved_base": r"base_layer\.weight|original_module\.weight|token_adapter\.base_layer\.weight",
     "base_bias": r"base_layer\.bias",
     "original_bias": r"original_module\.bias",
@@ -380,7 +380,7 @@ def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str 
 
 
 def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
-    """Add a problem that says why PEFT gives no tensor of LoRA's this name."""
+    """Add a problem that explains why PEFT gives no tensor of LoRA's this name."""
     text = shown(name, 200)
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return AdapterFormatError, (
@@ -396,7 +396,7 @@ def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
 
 
 def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tuple[type[AdapterRejected], str]:
-    """Add a problem that says why there's no such module to adapt."""
+    """Add a problem that explains why there's no such module to adapt."""
     text = shown(name, 200)
     layer, inner = names.find(path)
     if re.search(r"\.experts?(\.|$)", path):

@@ -28,11 +28,11 @@ _LOCAL, _ENTRY, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"),
 _END64, _LOCATOR = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _MAX_NAME = 256
 _MAX_OTHERS = 16
-"""Entries beside the storages': the pickle, and some of a few bytes."""
+"""Entries apart from the storages': the pickle, and some of a few bytes."""
 _MAX_OTHER_BYTES = 64
 """Bytes of each of these in a file that torch has written."""
 _FRAME_BYTES = 1024
-"""Bytes of headers, names and padding that an entry takes beside its own."""
+"""Bytes of headers, names and padding that an entry takes apart from its own."""
 _MAX_TIMES = 4
 """Tensors take at most this many times the file's bytes: several may be views of one storage."""
 _DATA = "data/"

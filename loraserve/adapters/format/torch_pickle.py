@@ -38,7 +38,7 @@ _MARK: Final = object()
 
 
 class PickleIncomplete(Exception):
-    """The pickle goes on after the bytes that are there."""
+    """The pickle continues after the bytes that are there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def compile_adalora(
     try:
         ir = compile_lora(lora_config, as_lora, base, limits)
     except AdapterRejected as error:
-        # what the config lacks says more than what its LoRA would lack
+        # what the config lacks explains more than what its LoRA would lack
         _raise(malformed, unsupported, list(error.problems), type(error))
         raise
     _raise(malformed, unsupported, [], AdapterFormatError)

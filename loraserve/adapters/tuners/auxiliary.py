@@ -1,4 +1,4 @@
-"""Tensors that PEFT trains beside those of any kind, or saves of the base.
+"""Tensors that PEFT trains along with those of any kind, or saves of the base.
 
 They are whole modules, biases, and the base's head.
 """
@@ -47,7 +47,7 @@ class AuxiliaryTensors:
         self._problems = problems
         self._contents = group_tensors(auxiliary, names, problems)
         for place in places:
-            # `has_lora` is all that is asked of it
+            # `has_lora` is all that is read of it
             self._contents.linears.setdefault(place, LinearTensors()).lora_a = _ANY
         self.norms: tuple[NormIR, ...] = norms_of(self._contents)
         self.saved_base: dict[str, TensorView] = {

@@ -35,7 +35,7 @@ _AS_IN_LORA = (
     "modules_to_save",
 )
 _MAX_R = 1 << 24
-"""Limit on a rank that isn't served: LoKr's says, beyond some number, only that there are no
+"""Limit on a rank that isn't served: LoKr's means, beyond some number, only that there are no
 factors.
 """
 
@@ -74,7 +74,7 @@ class Compilation:
         places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the
             tensor; in order of layer, then of the base's linears.
         shared: tensors of the whole adapter, by their names.
-        auxiliary: tensors that were trained beside the kind's own.
+        auxiliary: tensors that were trained along with the kind's own.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Compilation:
     def malformed(self, message: str, place: Place | None = None) -> None:
         """Add a problem: the files contradict themselves.
 
-        ``{layers}`` in a message becomes the layers of all places that it is said of.
+        ``{layers}`` in a message becomes the layers of all places that it is about.
         """
         self._add(AdapterFormatError, message, place)
 
@@ -263,7 +263,7 @@ class Compilation:
         self._problems.raise_if_any()
 
     def _join(self, modules: Sequence[ModuleIR]) -> AdapterIR:
-        """Join these modules with what was trained beside them."""
+        """Join these modules with what was trained along with them."""
         modules = self.auxiliary.join(modules)
         dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight) if t is not None}
         return AdapterIR(

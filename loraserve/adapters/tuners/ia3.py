@@ -100,7 +100,7 @@ def _part(vector: TensorView, rows: slice) -> TensorView:
 
 
 def _is_feedforward(work: Compilation, place: Place) -> bool | None:
-    """Look up what the config says; None where it leaves it open.
+    """Look up the config's choice; None where it leaves it open.
 
     It leaves it to PEFT's table of models or to a regex, and the tensors decide.
     """
@@ -110,5 +110,5 @@ def _is_feedforward(work: Compilation, place: Place) -> bool | None:
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
         work.malformed(f"feedforward_modules is {shown(listed)}; expected a list of module names.")
         return None
-    # PEFT asks for the end of the name here, not for whole components of it
+    # PEFT compares the end of the name here, not for whole components of it
     return any(work.names.of(place).endswith(name) for name in listed)

@@ -1,4 +1,4 @@
-"""LoRA with all that PEFT saves beside it.
+"""LoRA with all that PEFT saves with it.
 
 That is DoRA's magnitudes, biases, whole modules, trained tokens, aLoRA's invocation tokens.
 """
@@ -339,7 +339,7 @@ def _in_order(modules: Iterable[ModuleIR], base: BaseSpec) -> list[ModuleIR]:
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:
     """Check a tied head's LoRA.
 
-    With ensure_weight_tying PEFT gives the head the embedding's, whatever a file says.
+    With ensure_weight_tying PEFT gives the head the embedding's, whatever a file has.
     """
     head, embedding = (contents.linears.get((0, module), LinearTensors()) for module in OUTSIDE_LAYERS)
     is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)
