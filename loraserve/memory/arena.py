@@ -37,11 +37,11 @@ class EvictableCache(Protocol):
     def evict_victim(self, cause: Owner, num_pages: int) -> None:
         """Evict the least valuable idle content and free its pages, at least one.
 
-        Of content without value, evict as much as is wanted.
+        Of content without value, evict as much as is needed.
 
         Args:
             cause: the owner that needs the pages.
-            num_pages: pages wanted.
+            num_pages: pages needed.
         """
         ...
 
@@ -171,7 +171,7 @@ class Arena:
         )
 
     def make_room(self, client: ArenaClient, num_pages: int) -> bool:
-        """Do what `ArenaClient.make_room` says."""
+        """Make room, as `ArenaClient.make_room` describes."""
         num_idle = sum(one.cache.num_idle_pages for one in self._clients.values() if one.cache is not None)
         if num_pages > self.num_free + num_idle:
             return False

@@ -94,7 +94,7 @@ class CostEstimate:
         return self._seconds / self._units if self._units else self._assumed_s
 
     def note(self, units: int, seconds: float) -> None:
-        """Add a measurement: so many units took this long."""
+        """Add a measurement: this many units took this long."""
         if units > 0 and seconds > 0:
             self._seconds = self._seconds * _KEPT_SHARE + seconds
             self._units = self._units * _KEPT_SHARE + units

@@ -104,7 +104,7 @@ def draft_kv_blocks(num_tokens: int, block_size: int) -> int:
     """Count the KV blocks of a draft base's cache: of all its sequences, at their longest.
 
     Args:
-        num_tokens: of a sequence, as `draft_context` says.
+        num_tokens: of a sequence, from `draft_context`.
     """
     return DRAFT_SEQUENCES * -(-num_tokens // block_size)
 

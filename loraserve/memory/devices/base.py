@@ -76,7 +76,7 @@ checks at their edges.
 
 
 class HostAdapter(Protocol):
-    """An adapter in host memory, as one device wants it."""
+    """An adapter in host memory, in one device's form."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """A GPU as the device of adapters.
 
-Loaders pack them into pinned memory, a stream copies them beside the steps, kernels find them by
+Loaders pack them into pinned memory, a stream copies them during the steps, kernels find them by
 slot.
 """
 
@@ -80,7 +80,7 @@ class GpuDevice:
     """A GPU's `PagedPool` as the device of adapters. An adapter's handle is its slot.
 
     An adapter's tiles are one run of the pool's tables, so free tiles may be too scattered for it:
-    `can_lay_out` knows. Idle adapters are evicted until a run is free; nothing is moved.
+    `can_lay_out` checks. Idle adapters are evicted until a run is free; nothing is moved.
 
     Invariants (`check`):
         pages of placed adapters == pages that the arena client holds; no tile belongs to two

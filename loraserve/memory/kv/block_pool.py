@@ -111,7 +111,7 @@ class BlockPool:
         self._free_dedicated = OrderedDict.fromkeys(range(self._num_arena_groups, num_groups))
         self._free_groups: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[BlockId, None] = OrderedDict()
-        # the lowest last; an indexed arena knows them itself
+        # the lowest last; an indexed arena has them itself
         is_indexed = layout is not None and layout.client.arena.is_indexed
         self._unallocated = [] if is_indexed else list(range(self._num_arena_groups - 1, -1, -1))
         self._holders = [0] * num_blocks
@@ -155,11 +155,11 @@ class BlockPool:
         return None if victim is None else victim[0]
 
     def evict_victim(self, cause: Owner, num_pages: int) -> None:
-        """Free the pages of the least valuable group; of free groups, as many as are wanted.
+        """Free the pages of the least valuable group; of free groups, as many as are needed.
 
         Args:
             cause: the owner that needs the pages.
-            num_pages: pages wanted.
+            num_pages: pages needed.
 
         Raises:
             InvariantViolation: every group has a held block.

@@ -52,7 +52,7 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Read the adapter, verify its digests, compile it for `base` and pack it for `device`.
 
-    Beside the file's bytes and the packed tensors it takes memory for a copy of each part of a
+    Apart from the file's bytes and the packed tensors it takes memory for a copy of each part of a
     composition, of what `precision` cuts, and for a few float32 copies of one module.
 
     Args:

@@ -2,7 +2,7 @@
 
 It runs on a loader's thread.
 
-An IR tells what stands in the place of what is the base's; kernels add to what the base computes
+An IR states what stands in the place of what is the base's; kernels add to what the base computes
 anyway. So a bias becomes its difference from the base's, IA3's factor the part of the output that
 it adds, and of a weight that training saved whole only the rows are kept that are no longer the
 base's: an embedding of which few tokens were trained costs few rows.
@@ -60,7 +60,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
 
     Its matrices share memory with the file's bytes wherever these are aligned.
 
-    What the file has of the base beside LoRA on the head or the embedding stands in the base's
+    What the file has of the base along with LoRA on the head or the embedding stands in the base's
     place, as in PEFT: of the base's own, that is nothing.
 
     Args:

@@ -214,7 +214,7 @@ class DeviceCache:
         """Pin a resident adapter until the pin's release, and count a use of it.
 
         Args:
-            is_use: False for a probe, which says nothing of how soon the adapter is wanted again.
+            is_use: False for a probe, which doesn't show how soon the adapter is needed again.
 
         Raises:
             InvariantViolation: it isn't resident.

@@ -117,7 +117,7 @@ class HostCache:
     def put(self, digest: Digest, adapter: LoadedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
         """Put the adapter in the cache, evicting the least recently used to make room.
 
-        Return False, and change nothing, if it doesn't fit beside what is held.
+        Return False, and change nothing, if it doesn't fit with what is held.
         """
         if not self.can_put(adapter.num_bytes):
             return False

@@ -168,10 +168,10 @@ class LoadHistory:
     """The outcomes of loads, of the last `_MAX_REMEMBERED` adapters. One thread at a time."""
 
     def __init__(self, device: AdapterDevice) -> None:
-        """Make a record of sizes, which knows no adapter yet.
+        """Make a record of sizes, with no adapter yet.
 
         Args:
-            device: says what an adapter takes of it.
+            device: computes what an adapter takes of it.
         """
         self._device = device
         self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)

@@ -12,9 +12,9 @@ The way of an adapter's bytes, each step in its module::
           → `engine.execution.batch`   name the adapter of each row by its handle
           → `loraserve_kernels.ops`    apply_lora: shrink, expand
 
-The step's thread asks and the loaders work: a loader gets an `AdapterRef` and hands back a result
-through a queue, nothing more. All else runs on the step's thread, costs microseconds, and needs no
-lock.
+The step's thread requests and the loaders work: a loader gets an `AdapterRef` and hands back a
+result through a queue, nothing more. All else runs on the step's thread, costs microseconds, and
+needs no lock.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Pager:
 
         Args:
             store: the blobs; the caller closes it.
-            pool: adapters on the device, which says how they are packed.
+            pool: adapters on the device, which decides how they are packed.
             num_threads: loader threads, and loads in flight.
             load_bytes: host memory of the loads in flight together; one that needs more runs alone.
             weights: the base's, for adapters whose load reads them.
@@ -154,7 +154,7 @@ class Pager:
         Never block; a request repeats the call at will.
 
         RESIDENT holds until the next `poll`: pin at once. A waiting request repeats the call within
-        `STALE_AFTER_S`, or the adapter leaves the queue (and `poll` says so).
+        `STALE_AFTER_S`, or the adapter leaves the queue (and `poll` returns it).
         """
         digest, now = ref.digest, self._clock()
         self._discarded.discard(digest)
@@ -265,7 +265,7 @@ class Pager:
         return self._history.error(digest)
 
     def forget_failure(self, digest: Digest) -> None:
-        """Let the next request load the adapter anew, however its last load ended."""
+        """Let the next request load the adapter again, however its last load ended."""
         self._history.forget_failure(digest)
 
     def note_corruption(self, error: AdapterCorrupt) -> None:
@@ -280,7 +280,7 @@ class Pager:
         """Bring the adapter to the device and never evict it, or let it be evicted again.
 
         A pin lasts from a successful load on: an adapter whose load fails isn't pinned, and `error`
-        says why.
+        has the reason.
         """
         digest = ref.digest
         self._pool.set_operator_pin(digest, is_pinned)
@@ -403,7 +403,7 @@ class Pager:
         """Place adapters in the queue's order, and return those that are resident now.
 
         While the device is reserved for one adapter, as many residents as cover its footprint are
-        drained: they take no new requests and go when their last pin does. So many small adapters
+        drained: they take no new requests and go when their last pin does. Thus many small adapters
         can't starve a large one, nor adapters in constant use a cold one.
         """
         placed: list[Digest] = []

@@ -38,7 +38,7 @@ class HotSet:
         self._next_look_s = 0.0
 
     def note_request(self, ref: AdapterRef) -> None:
-        """Note that a request asks for this adapter.
+        """Note that a request needs this adapter.
 
         Of an ephemeral and a stored version of the same bytes the stored one is remembered: it can
         be read for longer.
@@ -50,7 +50,7 @@ class HotSet:
             self._refs.popitem(last=False)
 
     def forget(self, digest: Digest) -> None:
-        """Don't read the adapter again until a request asks for it."""
+        """Don't read the adapter again until a request needs it."""
         self._refs.pop(digest, None)
 
     def is_stored(self, digest: Digest) -> bool:
@@ -65,7 +65,7 @@ class HotSet:
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
         """Choose the adapter to read first: of the tenant served longest ago, the most used.
 
-        Return None if none is wanted, or it is too early to look.
+        Return None if none is needed, or it is too early to look.
 
         Args:
             is_wanted: whether an adapter isn't in memory, and could be.
@@ -113,7 +113,7 @@ class Prefetcher:
         self._hot_set.note_request(ref)
 
     def forget(self, digest: Digest) -> None:
-        """Don't read the adapter again until a request asks for it."""
+        """Don't read the adapter again until a request needs it."""
         self._hot_set.forget(digest)
 
     def is_stored(self, digest: Digest) -> bool:
