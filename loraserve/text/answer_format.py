@@ -1,4 +1,4 @@
-"""Forms that a request asks its answer to have, and the grammars of them."""
+"""Forms that a request prescribes for its answer, and the grammars of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEPARATORS = (", ?", ": ?")
 """
 
 _OPTIONS: Mapping[str, str] = {"name": "options", "lark_grammar": '%llguidance {"no_forcing":true}\nstart: ""'}
-"""Grammar of options, which hold for the one beside it.
+"""Grammar of options, which hold for the one that comes with it.
 
 Without `no_forcing`, text that alone is possible would be made of the tokens that the tokenizer
 makes of it. A special token's name in a literal then becomes that token, which the literal doesn't
@@ -85,7 +85,7 @@ class AnswerFormat(Struct, frozen=True):
 
     Attributes:
         value: the schema, regex, list of choices, grammar or structural tag.
-        param: the field that asks for it.
+        param: the request's field for it.
         is_lenient: parts of a schema that can't be enforced are ignored.
         has_no_more_properties: a schema's objects have the properties that are listed, where they
             don't say otherwise.
@@ -243,7 +243,7 @@ def _to_lark(text: str, param: str) -> str:
     except RecursionError:
         raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
     except Exception:
-        # the converter's own kind of error says which rule is missing, in the caller's words
+        # the converter's own kind of error names the rule that is missing, in the caller's words
         raise InvalidRequest(
             f"{param} is no grammar in Lark or GBNF: a rule is missing, or there twice.",
             param=param,

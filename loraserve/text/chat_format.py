@@ -113,7 +113,7 @@ class ChatFormat:
 
         Args:
             prompt: text of the prompt, or its end.
-            num_tokens: bound that the request asks for; None and -1: none.
+            num_tokens: bound in the request; None and -1: none.
 
         Raises:
             UnsupportedParameter: the model's reasoning can't be ended by a token.
@@ -183,7 +183,7 @@ class ChatAnswerFormat:
         """Write the form of whole answers, reasoning and calls included; None: any text.
 
         Args:
-            wanted: form of an answer that isn't a call; None: any text.
+            wanted: the form of an answer that isn't a call; None: any text.
 
         Raises:
             InvalidRequest: a tool's schema is none, or over a bound; `param` names the place.

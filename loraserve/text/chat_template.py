@@ -98,7 +98,7 @@ def _check_deadline() -> None:
 
 
 class TemplateText:
-    """Text of chat templates, and what can be told from it.
+    """Text of chat templates, and what follows from it.
 
     Args:
         sources: text of each template, by its name; the usual one is called ``default``.
@@ -269,7 +269,7 @@ class CompiledTemplate(TemplateText):
         """Check whether a text of these messages reaches the prompt as parts, and not as text.
 
         Raises:
-            _TooExpensive: the template ran over its time, which says nothing.
+            _TooExpensive: the template ran over its time, which proves nothing.
         """
         marks = [f"CONTENT{secrets.token_hex(8)}" for _ in roles]
         messages: list[Mapping[str, Any]] = [
@@ -332,7 +332,7 @@ class CompiledTemplate(TemplateText):
 
 
 class ChatTemplate(CompiledTemplate):
-    """Renders what the model's directory says.
+    """Renders the template in the model's directory.
 
     That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json`` or
     ``chat_template.json``.

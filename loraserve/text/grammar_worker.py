@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_WORK_BYTES = 512 * MIB
-"""Memory that compiling one grammar may take, beside the tokenizer's."""
+"""Memory that compiling one grammar may take, in addition to the tokenizer's."""
 MAX_GRAMMAR_BYTES = 32 * MIB
 """Memory that a compiled grammar may keep."""
 NUM_PROBE_TOKENS, MAX_MASK_S = 16, 0.1
@@ -196,7 +196,7 @@ def _on_small_stack(work: Callable[[], T]) -> T:
         try:
             results.append(work())
         except BaseException as error:
-            # a panic too: the process ends, and says of what
+            # a panic too: the process ends, and reports the cause
             errors.append(error)
 
     threading.stack_size(STACK_BYTES)
@@ -212,7 +212,7 @@ def _prepare(setup_frame: bytes) -> Callable[[bytes], bytes]:
     setup = msgspec.json.decode(setup_frame, type=Setup)
     compiler = GrammarCompiler(Path(setup.model_dir), setup.vocab_size, setup.eos_token_ids)
     with suppress(LoraserveError):
-        # what is wrong is said in answer to the first format
+        # what is wrong is the answer to the first format
         compiler.load()
 
     def answer(question: bytes) -> bytes:

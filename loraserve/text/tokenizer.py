@@ -179,7 +179,7 @@ class Tokenizer:
         return made
 
     def _check_post_processor(self) -> None:
-        """Check that it puts tokens of this vocabulary around texts: its file says any ids.
+        """Check that it puts tokens of this vocabulary around texts: its file may have any ids.
 
         Raises:
             ConfigError: it puts another id there, or none.
@@ -354,7 +354,7 @@ def _cut(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _truncate(encoding: Any, length: int, *, keeps_end: bool) -> None:
-    """Cut an encoding to so many tokens.
+    """Cut an encoding to that many tokens.
 
     `tokenizers` keeps what it cuts off, as an encoding for each piece of the new length, and
     post-processes all of these, of a pair each with each: a million of one token take a gigabyte.

@@ -19,12 +19,12 @@ FRACTION_DIGITS = 9
 
 _UNIT = Decimal(1).scaleb(-FRACTION_DIGITS)
 _MERGES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-"""Keywords beside which a bound may meet another part's."""
+"""Keywords with which a bound may meet another part's."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def move_exclusive_bounds(root: Node, param: str) -> None:
-    """Replace exclusive bounds that llguidance lets through by inclusive ones beside them.
+    """Replace exclusive bounds that llguidance lets through by inclusive ones next to them.
 
     Such a bound is a whole number, and the other one less than 1 away: ``0 < x <= 0.5`` lets 0
     through. The new bound is one `FRACTION_DIGITS` behind the point from the old one, or nearer in

@@ -36,7 +36,7 @@ _UNENFORCED_FORMATS = frozenset(
         *("json-pointer", "relative-json-pointer", "regex"),
     }
 )
-"""Formats that JSON Schema knows and no grammar here does. Others say nothing about an answer."""
+"""Formats of JSON Schema that no grammar here has. Others don't restrict an answer."""
 
 _NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 """Look-around and back-references, which pydantic writes for a Decimal. No grammar has them."""
@@ -109,7 +109,7 @@ def _check_references(node: Node, path: Path, param: str) -> None:
 
 
 def _leave_out(node: Node, path: Path, param: str, *, is_lenient: bool) -> None:
-    """Remove what asks for nothing, and with `is_lenient` what can't be enforced."""
+    """Remove what has no effect, and with `is_lenient` what can't be enforced."""
     for key, neutral in _UNENFORCED.items():
         if key not in node:
             continue

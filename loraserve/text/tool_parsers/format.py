@@ -71,7 +71,7 @@ class LarkRules:
         """Add a rule for JSON of this schema; return its symbol.
 
         Args:
-            name: of a grammar beside the rules.
+            name: of a grammar next to the rules.
             param: the field that the schema came in.
 
         Raises:
@@ -254,7 +254,7 @@ def property_list(
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     required = frozenset(schema.get("required", ()))
-    # `first` begins the list of what is left, `rest` goes on after another property
+    # `first` begins the list of what is left, `rest` continues after another property
     first, rest = "", ""
     for number, (key, value) in reversed(list(enumerate(schema["properties"].items()))):
         own = value if isinstance(value, dict) else {}
@@ -324,4 +324,4 @@ _OPENERS = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties"}
     | {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
 )
-"""Keywords beside which `properties` isn't the whole of what an object may have."""
+"""Keywords with which `properties` isn't the whole of what an object may have."""

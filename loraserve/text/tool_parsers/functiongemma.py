@@ -61,7 +61,7 @@ class FunctionGemma(ToolFormat):
 
 
 def _pairs(rules: LarkRules, index: int, tool: Tool, text: str) -> str | None:
-    """Add rules for ``city:<escape>Oslo<escape>,days:3``; None where the schema says more."""
+    """Add rules for ``city:<escape>Oslo<escape>,days:3``; None where the schema has more."""
     escape = rules.marker(_ESCAPE)
     values = itertools.count()
 
