@@ -264,7 +264,7 @@ class Operations:
     async def _beat(self, operation_id: str, progress: OperationProgress) -> None:
         """Renew the operation's row.
 
-        Cancel the work if another server was asked to cancel the operation.
+        Cancel the work if another server received the operation's cancellation.
         """
         async with self._database.write() as session:
             row = await session.get(OperationRow, operation_id, with_for_update=True)

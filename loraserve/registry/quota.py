@@ -44,7 +44,7 @@ async def check_quota(
         blob: digest of the weights, whose own upload isn't counted.
         restorable_since: versions deleted after this still have their bytes, which may add up to
             the tenant's quota once more. None: don't check them.
-        num_ephemeral: adapters beside those in the database.
+        num_ephemeral: adapters in addition to those in the database.
 
     Raises:
         QuotaExceeded
@@ -117,7 +117,7 @@ async def room_bytes(
 ) -> int | None:
     """Compute how many bytes of running uploads the tenant may have; None: any number.
 
-    They are those that it may store beside what it stores. Adapters may have as many as the whole
+    They are those that it may store in addition. Adapters may have as many as the whole
     limit: a version is sent again to repair it.
     """
     max_bytes = limits.get("max_stored_bytes")
@@ -128,7 +128,7 @@ async def room_bytes(
 
 
 async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
-    """Check that the tenant may store so many more bytes, of a file or of a batch's results.
+    """Check that the tenant may store that many more bytes, of a file or of a batch's results.
 
     Raises:
         QuotaExceeded

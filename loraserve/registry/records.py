@@ -54,9 +54,9 @@ class VersionRecord:
     base_digest: Digest
     """Digest of the base that the version was made for and is served on."""
     extras: VersionExtras | None = None
-    """Its files beside the config and the weights; None: it has none."""
+    """Its files apart from the config and the weights; None: it has none."""
     notes: str | None = ""
-    """Notes; None: they weren't asked for."""
+    """Notes; None: they weren't requested."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -91,7 +91,7 @@ class AdapterRecord:
     num_versions_by_base: Mapping[str, int]
     """Number of versions by the digest of their base."""
     notes: str | None = ""
-    """Notes; None: they weren't asked for."""
+    """Notes; None: they weren't requested."""
     tags: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
     """Version number, alias or ``base`` that answers if the requested version can't;

@@ -271,7 +271,7 @@ class AdapterRepository:
     async def delete_adapter(self, adapter: Adapter, now: datetime) -> None:
         """Mark the adapter and its versions as deleted at the same instant.
 
-        So a restore knows which belong together.
+        So a restore can find which belong together.
         """
         self.touch(adapter, now)
         adapter.deleted_at = now

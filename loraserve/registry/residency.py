@@ -130,13 +130,13 @@ def _to_owned(row: Sequence[Any]) -> OwnedVersion:
 # it may go through the versions of all tenants; by name and number, it may sort all the versions of
 # an adapter, of which a trainer has a hundred thousand. So the adapters are read first, in the
 # order of their index, and then the versions of as many as a page needs. No number is used twice:
-# an adapter has no more versions than its last one's number says, deleted ones included. Hence the
+# an adapter has no more versions than its last one's number, deleted ones included. Hence the
 # rows that a statement reads are bounded whatever the planner believes; only rows that the tenant
 # has deleted, between those of the page, come on top.
 
 _IS_LIVE = case((AdapterVersion.deleted_at.is_(None), 1), else_=0) == 1
-"""Said so that no index of live versions alone fits: none of them is by number, and where few are
-live, PostgreSQL would rather sort all of an adapter's than walk the index that is.
+"""Written so that no index of live versions alone fits: none of them is by number, and where few
+are live, PostgreSQL would rather sort all of an adapter's than walk the index that is.
 """
 
 
@@ -166,7 +166,7 @@ async def _list_of_tenant(
 ) -> Page[OwnedVersion]:
     """List a page of all live versions of the tenant, by name and number."""
     after = _read_position(decode_cursor(cursor))
-    # one more says whether there is a next page
+    # one more shows whether there is a next page
     wanted = check_limit(limit) + 1
     rows: list[OwnedVersion] = []
     async with database.read() as session:

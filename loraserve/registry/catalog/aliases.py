@@ -256,7 +256,7 @@ class Aliases:
     async def _check_fit(self, tenant: TenantId, name: str, numbers: Iterable[int]) -> None:
         """Check that the versions fit the device, before a transaction: files may be read.
 
-        What else is wrong with them, the transaction says.
+        The transaction finds what else is wrong with them.
 
         Raises:
             AdapterRejected

@@ -2,7 +2,7 @@
 
 A version is in this process alone: its files are in anonymous memory (`adapters_store.memory`), and
 nothing of it is in the database or on a disk. So a kill leaves nothing behind, and no other server
-knows the name.
+has the name.
 
 **Who holds the memory.** Every request that was bound to a version holds the same `AdapterRef`
 object. The memory is freed when the last holder has dropped it: the name (which moves to the next
@@ -230,7 +230,7 @@ class EphemeralAdapters:
 
         They are inspected as an upload's are, but get no certificate. Until the adapter is on the
         device, requests are bound to the version before, so that none waits for a load. The bytes
-        of the present version again make no new one: its time begins anew.
+        of the present version again make no new one: its time begins again.
 
         Args:
             owner: name of the tenant.

@@ -34,7 +34,7 @@ class BaseNames:
     digest is compared with the base's digest.
 
     Args:
-        names: names of the base beside its id.
+        names: names of the base apart from its id.
         source: source of the checkpoint, a hub's id or a path; not shown to tenants.
         is_strict: whether adapters of another base, by its name or its tokenizer, are refused.
     """

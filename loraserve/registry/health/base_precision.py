@@ -56,7 +56,7 @@ class BasePrecisions:
 
     Args:
         base: returns the resident base; raises `EngineUnavailable` while there is none.
-        measure: has the engine measure it beside serving, or returns the reason why there is
+        measure: has the engine measure it while it serves, or returns the reason why there is
             nothing to measure; None: what isn't known stays so.
     """
 

@@ -67,7 +67,7 @@ def verdict_of(check: Mapping[str, Any]) -> str:
 
 
 class Certificates:
-    """Asks the engine for certificates, and stores them with the versions.
+    """Requests certificates from the engine, and stores them with the versions.
 
     Args:
         certify: verification by the engine; None: nothing is verified.
@@ -125,7 +125,7 @@ class Certificates:
         """Ask for the certificate of committed blobs that aren't a version yet.
 
         Return None if nothing is verified. If the engine is unreachable or busy, the upload isn't
-        refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` asks again,
+        refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` tries again,
         with a limit if the engine died. A strict server refuses it, and an upload whose certificate
         is degraded or wasn't possible.
 

@@ -28,7 +28,7 @@ WARNED = "warned"
 DEGRADED, NOT_POSSIBLE = "degraded", "not_possible"
 """Statuses of a certificate that isn't passed, of a version that is served all the same."""
 WARNINGS = (WARNED, DEGRADED, NOT_POSSIBLE)
-"""Statuses of checks that are told as warnings."""
+"""Statuses of checks that are reported as warnings."""
 
 
 def state_of(checks: Iterable[Mapping[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from loraserve.types import BaseSpec, TenantId
 InspectTemplate = Callable[[TenantId, str], Awaitable[TemplateAnswer]]
 """Function that returns what a template of the tenant is like."""
 CHECK = "extra_files"
-"""Name of the check that says which extra files a version has, and what of them is ignored."""
+"""Name of the check that lists which extra files a version has, and what of them is ignored."""
 
 
 async def inspect_extra_files(

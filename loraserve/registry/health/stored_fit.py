@@ -75,7 +75,7 @@ class StoredFit:
                     f"{version.name}@{version.version}: {error.message}", problems=error.problems, hint=error.hint
                 ) from error
             except StorageError:
-                # a load says what is wrong with the bytes
+                # a load reports what is wrong with the bytes
                 return
 
     def _check_files(self, version: VersionRecord, base: BaseSpec) -> None:

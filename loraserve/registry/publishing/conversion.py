@@ -23,7 +23,7 @@ from loraserve.registry.health.inspection import Inspected
 from loraserve.types import BaseSpec
 
 CONTAINER = "container"
-"""Name of the check that says what a version was read from."""
+"""Name of the check that names what a version was read from."""
 
 
 class Uploaded(Protocol):

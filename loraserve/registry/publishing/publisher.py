@@ -429,7 +429,7 @@ class Publisher:
                 if stored.is_uploaded and is_corrupt(version.checks):
                     await repair_version(session, repository, adapter, version, push, stored, outcome, now)
             if push.is_promoting and version.state != QUARANTINED:
-                # one that was there before; a new one's certificate was asked for
+                # one that was there before; a new one's certificate was requested
                 self._certificates.check_promotion(name, version.number, version.checks)
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()

@@ -5,7 +5,7 @@ with its connection while the deleting thread continues. It ends with its deleti
 collector abandoned, because it was killed or lost the database, ends after it was seen for
 `LIMITS.gc_mark_s`. By then nothing is deleted under it: no deletion begins later than `DELETING_S`
 after the lock, by both clocks of its server, and a store gives up a deletion within three minutes.
-A server's heartbeat would tell no more: a server without a connection deletes without a heartbeat.
+A server's heartbeat would show no more: a server without a connection deletes without a heartbeat.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Claim of a registry on its store.
 
-A registry knows the store that it works on, and the store knows its registry. The store has a
+A registry records the store that it works on, and the store its registry. The store has a
 marker with the registry's id and the last *stamp* that the registry put there; the registry keeps
 the stamps that it made. A marker whose stamp it doesn't know is another registry's, or was put
 there by a later state of this one, of which the database is a backup or a copy: such a store's
@@ -134,7 +134,7 @@ class StoreClaim:
         try:
             await action()
         except StoreMismatch as error:
-            # a start that is refused says it itself
+            # a start that is refused reports it itself
             if self._is_open and self.problem is not _NOT_OURS:
                 logger.error("%s", error)
             self.problem = _NOT_OURS
@@ -149,7 +149,7 @@ class StoreClaim:
             await self.look()
 
     async def adopt(self, *, actor: str, is_dry_run: bool = False) -> Adoption:
-        """Make the store this registry's, whatever its marker says.
+        """Make the store this registry's, whatever its marker is.
 
         With `is_dry_run`, say what that would change.
 
@@ -336,7 +336,7 @@ class StoreClaim:
     async def _survey(self) -> StoreContents:
         """Count what is in the store.
 
-        It is listed before the database is asked: a blob comes before its row.
+        It is listed before the database is read: a blob comes before its row.
         """
         digests = self._store.iter_digests()
         num_blobs = num_published = num_listed = 0

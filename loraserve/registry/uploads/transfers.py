@@ -34,7 +34,7 @@ class Uploads:
         self._database, self._store, self._clock = database, store, clock
         self.throttle = throttle
         self.containers: tuple[Container, ...] = CONTAINERS
-        """Formats of adapters that are read beside PEFT's safetensors."""
+        """Formats of adapters that are read in addition to PEFT's safetensors."""
         self._staging = StagingBudget()
         self._slots = ConcurrencyLimiter(
             "uploads",
