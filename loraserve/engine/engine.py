@@ -1,6 +1,6 @@
 """The engine: requests go in, tokens come out, one step at a time. One thread calls it.
 
-It knows no sockets and no HTTP.
+It uses neither sockets nor HTTP.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Engine:
             kv: cache that the runner's steps write; None: one of the runner's blocks, all
                 of which are its own.
             speculation: proposes tokens for steps to verify; None: none are proposed.
-            progress: told of each step; None: nothing reads it.
+            progress: notified of each step; None: nothing reads it.
             more_stats: returns fields of EngineStats that the runner's processes count.
         """
         self.base, self._more_stats = base, more_stats
@@ -191,7 +191,7 @@ class Engine:
             found = self.pager.tier(adapter.digest)
             self._lookups[found] += 1
             tier = found.value
-            # the tenant that asks is charged for the load, not the one that owns the adapter
+            # the requesting tenant is charged for the load, not the one that owns the adapter
             adapter = msgspec.structs.replace(adapter, tenant=message.tenant)
         request = Request(
             request_id=message.request_id,

@@ -48,7 +48,7 @@ class Request:
     adapter: AdapterRef | None
     params: SamplingParams
     token_ids: list[int]
-    """Prompt, then the output that the host knows."""
+    """Prompt, then the output that the host has."""
     num_prompt_tokens: int
     priority: int
     prefix_root: PrefixKey
@@ -106,7 +106,7 @@ class Request:
     """Whether the engine itself made the request, as a probe.
 
     Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants. It
-    is stored because a step asks it several times of each running request.
+    is stored because a step reads it several times of each running request.
     """
     takes_likeliest: bool = field(init=False)
     """Whether each token is the likeliest of those that may be taken."""
@@ -130,7 +130,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that the host knows."""
+        """Output tokens that the host has."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

@@ -50,12 +50,12 @@ class Batch:
         context_lens: num_entries numbers: tokens of the sequence whose KV exist after this step.
         block_tables: [num_entries, max_blocks] int32, padded with 0.
         state_slots: num_entries numbers: slots of recurrent states; None: the base has none.
-        logits_rows: [num_logits] int64, ascending: rows whose logits are wanted; of an entry with
+        logits_rows: [num_logits] int64, ascending: rows whose logits are needed; of an entry with
             proposed tokens, the last known token's row and theirs.
         logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
             reach its last token.
         pooled_rows: [num_pooled] int64, ascending: rows whose hidden states after the last norm are
-            wanted; none of them is in `logits_rows`.
+            needed; none of them is in `logits_rows`.
         pooled_ranges: each entry's range ``[start, end)`` of these rows.
         adapters: (adapter, row_start, row_end), in row order; other rows are the base's. One for
             each adapter, and one more for each of its sequences that begins with rows of the base.

@@ -32,9 +32,9 @@ class DecodeGraphs:
     Args:
         device: a CUDA device, or the CPU, where nothing is captured.
         sizes: batch sizes, ascending.
-        run: computes a step of so many rows, with LoRA's kernels or without, from buffers at fixed
-            addresses, and returns its logits. It doesn't wait for the device; padding rows read and
-            write nothing of others.
+        run: computes a step of that many rows, with LoRA's kernels or without, from buffers at
+            fixed addresses, and returns its logits. It doesn't wait for the device; padding rows
+            read and write nothing of others.
     """
 
     def __init__(self, device: torch.device, sizes: list[int], run: Callable[[int, bool], Tensor]) -> None:
@@ -50,7 +50,7 @@ class DecodeGraphs:
         """Capture every step, largest first, so that smaller ones share its memory.
 
         Args:
-            prepare: fills the static buffers with a step of so many padding rows.
+            prepare: fills the static buffers with a step of that many padding rows.
         """
         if self._device.type != "cuda":
             return

@@ -83,7 +83,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self, sizes: Sequence[int]) -> None:
-        """Compute steps of so many padding rows, so that no request's step waits for a compiler.
+        """Compute steps of that many padding rows, so that no request's step waits for a compiler.
 
         Triton specializes kernels for numbers that are 1 or multiples of 16.
         """
@@ -160,7 +160,7 @@ class GpuRunner:
         return self._graphs.replay(bucket, has_lora)
 
     def _decode(self, num_rows: int, with_lora: bool) -> Tensor:
-        """Compute a decode step of so many rows from what the buffers hold."""
+        """Compute a decode step of that many rows from what the buffers hold."""
         lora = self._decode_lora if with_lora else None
         inputs = self._inputs(self._decode_rows, num_rows, None, lora, lora)
         return self._decoder.forward(inputs, self._kv)

@@ -58,7 +58,7 @@ class Place:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens before it, as far as the host knows them."""
+        """Tokens before it, as far as the host has them."""
         return [*self.request.token_ids, *self.sampled]
 
     @property
@@ -127,7 +127,7 @@ class Sampler:
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             own, constraint = self._own(entry.request, logits[start:end]), entry.request.constraint
             if start < end and own.shape[1] > self._vocab_size:
-                # a grammar says nothing of rows that no token has
+                # a grammar doesn't restrict rows that no token has
                 greedy[start:end] = likeliest(own if constraint is None else own[:, : constraint.vocab_size])
 
     def _own(self, request: Request, logits: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Sampler:
             forced = forced_after(request, sampled)
             if forced is not None and (constraint is None or constraint.allows(forced)):
                 token_id = forced
-            # a token that was asked to be permitted is taken
+            # a token whose permission was requested is taken
             elif (constraint is not None and constraint.permitted == likeliest) or (
                 self._is_taken(request, position, likeliest) and (constraint is None or constraint.allows(likeliest))
             ):
@@ -248,7 +248,7 @@ class Sampler:
         if constraint is not None:
             allowed = torch.from_numpy(constraint.allowed(self.end_tokens(request, place.position)))
             both = torch.where(allowed, chosen_from, -inf)
-            # the grammar decides where it allows none of the tokens that the request wants
+            # the grammar decides where it allows none of the tokens that the request chose
             chosen_from = both if bool((both > -inf).any()) else torch.where(allowed, row, -inf)
         row = chosen_from
         if params.temperature <= MIN_TEMPERATURE:

@@ -20,7 +20,7 @@ class Constraints:
 
     Args:
         wake: called on a thread when a request that no step computes has its mask.
-        are_beside_steps: whether masks are computed beside forward passes, or between them; as
+        are_beside_steps: whether masks are computed during forward passes, or between them; as
             `MaskThreads`.
     """
 

@@ -31,7 +31,8 @@ class CompiledGrammar:
 
     Attributes:
         origin: a matcher at the grammar's beginning, to copy.
-        vocab_size: tokens that may be said: the logits' width, or more by a version's own tokens.
+        vocab_size: tokens that may be sampled: the logits' width, or more by a version's own
+        tokens.
         mask_num_words: words of 32 bits of a matcher's mask: a bit for each token of tokenizer or
             logits.
         lock: held while a matcher works. The shared lexer has a lock of its own, which would be

@@ -1,4 +1,4 @@
-"""Threads that compute masks beside or between forward passes, and the steps' wait for them."""
+"""Threads that compute masks during or between forward passes, and the steps' wait for them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Mask(Protocol):
     is_ready: bool
 
     def note_late(self) -> None:
-        """Note that a step goes on without it."""
+        """Note that a step continues without it."""
 
 
 class Gathered(Protocol):
@@ -119,13 +119,13 @@ class Gathered(Protocol):
 class MaskThreads:
     """Run jobs on the threads of their lane. The steps' thread alone submits, waits and counts.
 
-    Where a device computes the steps, masks are computed beside them. Where the processor's own
+    Where a device computes the steps, masks are computed during them. Where the processor's own
     cores do, masks are gathered until a forward pass is over, and then computed together: the
     tokens' tree stays in the cores' caches from the first to the last, and none takes a core from
     the step's threads.
 
     Args:
-        are_beside_steps: whether masks are computed beside steps, and never gathered.
+        are_beside_steps: whether masks are computed during steps, and never gathered.
 
     Attributes:
         num_late: masks that a step didn't wait for.

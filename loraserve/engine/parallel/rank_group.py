@@ -1,4 +1,4 @@
-"""The processes that share a base with this one: started, told what to do, watched."""
+"""The processes that share a base with this one: started, commanded, watched."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class RankGroup:
             self._progress.tick()
 
     def _raise_ended(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> NoReturn:
-        """Raise what a rank said at its end, or that it ended."""
+        """Raise what a rank reported at its end, or that it ended."""
         message: m.FromRank | None = None
         with suppress(EOFError, OSError):
             while not isinstance(message, m.Failed) and connection.poll(0):

@@ -1,4 +1,4 @@
-"""A small base that says what the large one probably says next."""
+"""A small base that proposes what the large one probably samples next."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class Drafted:
-    """A request that tokens are drafted for: what is computed of it, and what was said.
+    """A request that tokens are drafted for: what is computed of it, and what was proposed.
 
     Attributes:
         rows: tokens to compute in the next pass, the first of which is at `start`.
-        goal: number of tokens that are wanted.
+        goal: number of tokens to draft.
     """
 
     request: Request
@@ -120,7 +120,7 @@ class DraftBase:
 
         Args:
             requests: `DRAFT_SEQUENCES` at most.
-            counts: tokens that are wanted of each.
+            counts: tokens to draft for each.
         """
         drafted = []
         room = MAX_CATCH_UP
@@ -169,9 +169,9 @@ class DraftBase:
 
     @torch.inference_mode()
     def advance(self, drafted: Sequence[Drafted]) -> list[Drafted]:
-        """Compute the next pass: let each request say one more token.
+        """Compute the next pass: draft one more token for each request.
 
-        Return those that go on: they want more tokens, and know what they have said.
+        Return those that continue: they need more tokens, and have their last one.
         """
         parts = [(one.seat.number, one.start, one.rows) for one in drafted]
         logits = self._decoder.forward(self._inputs(parts), self._kv)

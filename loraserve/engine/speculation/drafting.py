@@ -28,7 +28,7 @@ right four times in five, and 0.71 to 0.79 for one that never was.
 MAX_DRAFTED = 8
 """Tokens that the draft base proposes for a request in a step, at most."""
 GAIN_PER_REQUEST = 0.05
-"""Gain that each further request of a step adds to the one from which on the draft base is asked.
+"""Gain that each further request of a step adds to the one from which on the draft base is used.
 
 With four, a draft base that was right four times in five gained nothing where 10% were expected.
 """
@@ -86,7 +86,7 @@ class Drafting:
         """Begin without requests, and measure what the draft base takes.
 
         Args:
-            max_requests: requests of a step beyond which it isn't asked; None: there may be as many
+            max_requests: requests of a step beyond which it isn't used; None: there may be as many
                 as pay.
         """
         self.seconds = 0.0
@@ -136,7 +136,7 @@ class Drafting:
         """Choose a step's proposals, with the draft base's in the place of some that were found.
 
         Args:
-            chosen: what was found in texts, and is made if the draft base isn't asked.
+            chosen: what was found in texts, and is made if the draft base isn't used.
             costs: what steps take.
             room: rows that the step has for proposed tokens.
             min_gain: tokens per second with proposals, by those without, that are the least.
@@ -184,7 +184,7 @@ class Drafting:
             # not even its first pass, whose tokens are the likeliest, would pay
             return [], 0
         asked = [one for _, one in sorted(rates, key=lambda pair: -pair[0])[:DRAFT_SEQUENCES]]
-        # tokens and rows of the first ones together, by the tokens that each is asked for
+        # tokens and rows of the first ones together, by the tokens that each is drafted for
         tokens, rows = [num_tokens] * (MAX_DRAFTED + 1), [num_rows] * (MAX_DRAFTED + 1)
         best_asked, best_count = 0, 0
         seconds = 0.0

@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 14
 MAX_TEXT_TOKENS = 1 << 11
 """Tokens of one request that are kept: the last ones."""
 MAX_NAMES = 64
-"""Versions of the same bytes that a tenant's texts may be of: beyond it they begin anew."""
+"""Versions of the same bytes that a tenant's texts may be of: beyond it they begin again."""
 
 HistoryKey = tuple[TenantId, Digest | None]
 """A tenant and its adapter's digest; None: the base."""
@@ -57,7 +57,7 @@ class History:
         """Bytes of all indices."""
         self._max_bytes = max_bytes
         self._indices: OrderedDict[HistoryKey, TokenIndex] = OrderedDict()
-        # under which names each has been asked for: the same bytes may be versions of several
+        # under which names each has been requested: the same bytes may be versions of several
         self._versions: dict[HistoryKey, set[VersionName]] = {}
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class History:
             self._drop(key)
 
     def forget_deleted(self, owner: TenantId, name: str | None, version: int | None) -> list[HistoryKey]:
-        """Forget the texts of which `is_of` says so; return their keys.
+        """Forget the texts for which `is_of` is true; return their keys.
 
         Another owner's version of the same bytes keeps its texts.
         """

@@ -71,7 +71,7 @@ class Speculation:
             max_bytes: bytes of all indices, half of them for those of live requests.
             max_requests: requests of a step beyond which nothing is proposed; None: there may be as
                 many as pay.
-            drafting: asks a draft base too; None: there is none.
+            drafting: uses a draft base too; None: there is none.
         """
         self._max_requests = max_requests
         self._drafting = drafting
@@ -229,7 +229,7 @@ class Speculation:
     def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """Learn what a step took, if it only decoded. What the draft base took isn't its own.
 
-        Beside a draft base, a step without proposals counts after `SETTLING_STEPS` others.
+        With a draft base, a step without proposals counts after `SETTLING_STEPS` others.
         """
         is_settled = self._num_plain >= SETTLING_STEPS
         self._num_plain = 0 if any(entry.proposed for entry in scheduled) else self._num_plain + 1
@@ -259,7 +259,7 @@ class Speculation:
             del self._rates[key]
 
     def forget_deleted(self, owner: TenantId, name: str | None, version: int | None) -> None:
-        """Forget the texts of a deleted version, adapter or tenant, as `history.is_of` says."""
+        """Forget the texts of a deleted version, adapter or tenant, by `history.is_of`."""
         for key in self._history.forget_deleted(owner, name, version):
             self._rates.pop(key, None)
 

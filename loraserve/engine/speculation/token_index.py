@@ -12,7 +12,7 @@ MATCH_LENGTHS = (8, 4, 2)
 """Numbers of last tokens that are looked up, the longest first.
 
 On JSON rows, code edits and quoted passages answers take at most 5% more steps than with a
-suffix automaton, which knows every length and takes twelve times the memory.
+suffix automaton, which has every length and takes twelve times the memory.
 """
 LONGEST = MATCH_LENGTHS[0]
 SEPARATOR = -1
@@ -45,7 +45,7 @@ class Match(NamedTuple):
 class TokenIndex:
     """Tokens in the order of their addition, and a hash table of the last place after each n-gram.
 
-    What the table says is compared with the tokens. So an n-gram whose entry another one took isn't
+    The table's entry is compared with the tokens. So an n-gram whose entry another one took isn't
     found, and nothing else goes wrong. A full index forgets the older half of its tokens.
     """
 
@@ -115,7 +115,7 @@ class TokenIndex:
         return (token_ids * -(-count // len(token_ids)))[:count] if token_ids else ()
 
     def _resize(self, capacity: int) -> None:
-        """Make a table for so many tokens, and enter those that are there."""
+        """Make a table for that many tokens, and enter those that are there."""
         size = capacity * _ENTRIES_PER_TOKEN
         self._capacity, self._shift = capacity, 33 - size.bit_length()
         self._table = array("i", bytes(4 * size))

@@ -1,6 +1,6 @@
 """What rounding costs the base: its answers to a text, compared with the float base's.
 
-Measured beside serving, when the server asks, which it does once for a base and its arithmetic.
+Measured while serving, when the server requests it, once for a base and its arithmetic.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BaseMeasurements:
             try:
                 found = self._advance(current)
             except FloatsUnavailable as error:
-                # a base too large to be measured beside serving stays so
+                # a base too large to be measured while serving stays so
                 self._end(current, m.BaseMeasured(call_id=0, note=error.message))
             except LoraserveError as error:
                 self._end(current, m.BaseMeasured(call_id=0, error_code=error.code, error_message=error.message))
@@ -194,7 +194,7 @@ def texts_of(token_ids: Sequence[int], base: BaseSpec) -> Sequences:
         EngineError: it has too few tokens, or the base's context is too short.
     """
     wanted = max(MIN_POSITIONS, min(MAX_POSITIONS, MAX_LOGITS_BYTES // (4 * base.vocab_size)))
-    # a probe asks for one token beyond its last
+    # a probe requests one token beyond its last
     size = min(wanted, base.max_model_len - 2, len(token_ids) - 1)
     if size < MIN_POSITIONS:
         raise EngineError(

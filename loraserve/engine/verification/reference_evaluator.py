@@ -71,7 +71,7 @@ class Reference:
 
     Attributes:
         texts: sequences to evaluate by the checkpoint's own weights, each with its first token
-            whose logits are wanted; empty: its probe sequences, by the weights that are served.
+            whose logits are needed; empty: its probe sequences, by the weights that are served.
         sequences: sequences, once the adapter is read; or the error: it doesn't fit this base
             (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
@@ -284,7 +284,7 @@ class ReferenceEvaluator:
         """Evaluate on this idle thread; return None if it gets next to no time.
 
         Raises:
-            Stopped: no reference is wanted any more.
+            Stopped: no reference is needed any more.
         """
         share, pause = _Share(), self._throttle.on_thread()
 
@@ -304,7 +304,7 @@ class ReferenceEvaluator:
         """Evaluate in one pass.
 
         Raises:
-            Stopped: no reference is wanted any more, or `may_go_on` returned False.
+            Stopped: no reference is needed any more, or `may_go_on` returned False.
             FloatsUnavailable: the checkpoint's own weights take too long.
         """
         base, begun_s = read[0].base, thread_time()

@@ -101,7 +101,7 @@ def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
 
 def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
     """Cut a text into sequences that fit the context, each one token longer than its positions."""
-    # a probe asks for one token beyond its last
+    # a probe requests one token beyond its last
     size = min(NUM_POSITIONS, max_model_len - 1)
     windows: list[list[int]] = []
     num_left = NUM_POSITIONS

@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """An engine that is ready to step, and what the worker runs beside it."""
+    """An engine that is ready to step, and what the worker runs with it."""
 
     engine: Engine
     verifier: Verifier
@@ -133,7 +133,7 @@ def _check_modelled(config: EngineConfig) -> None:
     """Raise an error if a base of transformers' code can't be served so.
 
     Raises:
-        ConfigError: a flag asks for what this code doesn't have.
+        ConfigError: a flag requires what this code doesn't have.
     """
     flags = {
         "--tensor-parallel": config.tensor_parallel > 1,
@@ -262,7 +262,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     """Replace each ``auto`` in the config by what this machine has.
 
     Raises:
-        ConfigError: the config asks for a GPU, and none can be used.
+        ConfigError: the config requires a GPU, and none can be used.
     """
     has_gpu = torch.cuda.is_available()
     device = config.device
@@ -308,7 +308,7 @@ def is_interpreted() -> bool:
 
 def _has_triton() -> bool:
     try:
-        import triton  # noqa: F401 (asked for, not used)
+        import triton  # noqa: F401 (probed, not used)
     except ImportError:
         return False
     return True
