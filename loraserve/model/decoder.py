@@ -74,8 +74,8 @@ class Decoder:
             embedding: None: the stage isn't the first.
             norm: the last one; of a stage before the last what adds the last delta.
             head: None: the stage isn't the last.
-            progress: told of each part of a layer that `forward` has computed; None: nothing reads
-                it.
+            progress: notified of each part of a layer that `forward` has computed; None: nothing
+                reads it.
             part: the rank's part of each linear that these weights are; None: all of it.
             stage: the pipeline's stage whose layers these are; None: all layers are.
             rotations: by which the linears were rotated when they were rounded; None: by none.

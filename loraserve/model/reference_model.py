@@ -3,14 +3,14 @@
 The engine's answers are compared with it. Written from the formulas of `adapters.ir` and of the
 architectures alone, in the most direct way. It shares nothing with what it judges: no kernel, no
 packed or lowered weight, no plan, no page and no cache. Of the resident base it takes the weights
-as they are computed with (dequantised), a block of rows at a time: beside them it needs memory for
+as they are computed with (dequantised), a block of rows at a time: in addition it needs memory for
 a few dozen rows. Several short sequences go through in one pass over the weights, each by the base
 alone and with the adapter, and so do several adapters with theirs: reading the weights is half of
 the work. A beginning that sequences share is computed once.
 
 Where the base's products round their input to integers, so does this evaluation. Rounding is a
 step: a number that differs in its last bit may land on the next code, and after some layers the
-logits differ by nearly as much as rounding costs. `Evaluation.nudged` says by how much: the base
+logits differ by nearly as much as rounding costs. `Evaluation.nudged` shows by how much: the base
 again, with other codes for numbers that lie next to the middle between two.
 """
 
@@ -75,11 +75,11 @@ def evaluate(
     One pass over the base's weights computes them.
 
     Args:
-        is_wanted: asked before each weight is read.
+        is_wanted: called before each weight is read.
         is_rounding: whether products round their input where the base's do.
 
     Raises:
-        Stopped: it was asked and said no.
+        Stopped: `is_wanted` returned False.
     """
     with torch.inference_mode():
         if isinstance(base, SelfEvaluating):

@@ -1,6 +1,6 @@
 """Pass of the reference evaluation: rows, products of resident weights, and adapters' formulas.
 
-What a layer computes with them, a subclass says: `reference_model` by architectures' formulas,
+A subclass defines what a layer computes with them: `reference_model` by architectures' formulas,
 `modelling.modelled_pass` by transformers' code.
 """
 
@@ -52,7 +52,7 @@ class ReferenceWeights(Protocol):
 
 
 class Stopped(Exception):
-    """The evaluation isn't wanted any more."""
+    """The evaluation isn't needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Subject:
             add up, module by module.
         known_base: the sequences' logits by the base, from an earlier evaluation: they aren't
             computed again.
-        starts: each sequence's first token whose logits are wanted; None: all tokens' are.
+        starts: each sequence's first token whose logits are needed; None: all tokens' are.
         own: sequences with tokens that only the adapter has rows for; the base alone computes none.
     """
 
@@ -96,7 +96,7 @@ class Subject:
 
     @property
     def placed(self) -> list[tuple[tuple[int, ...], int]]:
-        """Each sequence with its first token whose logits are wanted."""
+        """Each sequence with its first token whose logits are needed."""
         starts = self.starts or [0] * len(self.sequences)
         return [(tuple(sequence), start) for sequence, start in zip(self.sequences, starts, strict=True)]
 

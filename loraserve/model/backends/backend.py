@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Norm(Protocol):
     """An RMSNorm before a layer's linears, and the sum of the residual stream before it.
 
-    It knows what is done to the delta first.
+    It decides what is done to the delta first.
     """
 
     def __call__(self, hidden: Tensor, /) -> Tensor:

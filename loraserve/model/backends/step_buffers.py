@@ -22,9 +22,9 @@ class RowRounding:
     Attributes:
         offset: what is added to the codes.
         is_wide: whether they are int16.
-        group_size: inputs whose codes are summed beside; 0: none are.
+        group_size: inputs whose codes are summed too; 0: none are.
         rotation: inputs of a Hadamard block by which rows are rotated before; 0: they aren't.
-        scale_group: inputs that share a scale, whose codes are summed beside; 0: a row's do.
+        scale_group: inputs that share a scale, whose codes are summed too; 0: a row's do.
     """
 
     offset: int

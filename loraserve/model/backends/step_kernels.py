@@ -1,4 +1,4 @@
-"""The kernels of a base's steps, and the buffers that they work on, for up to so many rows."""
+"""The kernels of a base's steps, and the buffers that they work on, for up to a number of rows."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StepKernels:
         hidden: [capacity, hidden_size] float32, the residual stream.
         x: rows that have passed a norm.
         all_rows, kept_rows: word of an argument block → kernels that have the number of rows there:
-            of all, or of those that the last layer goes on with.
+            of all, or of those that the last layer continues with.
         rotary, attention: each layer's kernel.
         gathers: kernels that pick the kept rows.
         adapters: places of the adapters' kernels.

@@ -49,7 +49,7 @@ class StepProgram:
 
     Args:
         config: the base's, which `can_run` takes.
-        progress: told of each layer of a long step.
+        progress: notified of each layer of a long step.
     """
 
     def __init__(

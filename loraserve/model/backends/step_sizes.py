@@ -1,4 +1,4 @@
-"""Sizes of the buffers that a base's step program keeps, for so many rows: no torch, no numba."""
+"""Sizes of the buffers that a base's step program keeps, by number of rows: no torch, no numba."""
 
 from __future__ import annotations
 

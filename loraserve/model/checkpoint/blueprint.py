@@ -1,6 +1,6 @@
 """Plan of a base, from its config and the headers of its files.
 
-It says which linears become one, which tensors must exist, and which formats they are kept in. The
+It lists which linears become one, which tensors must exist, and which formats they are kept in. The
 loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
 """
 
@@ -24,7 +24,7 @@ from loraserve_kernels.common.formats import GROUP_SIZES, ROUNDED_BY_ROW, ROUNDE
 from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
-"""A buffer that old Llama checkpoints carry; the config says the same."""
+"""A buffer that old Llama checkpoints carry; the config has the same."""
 
 HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
 """The head's error goes straight into the logits,
@@ -216,7 +216,7 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
     stored = _find_stored_weights(config, tensors)
     if stored:
         check_contradiction(config.quantization, sorted({weight.scheme.format for weight in stored.values()}), quantize)
-        # what the checkpoint has in a float dtype stays so, but for the head beside weights that
+        # what the checkpoint has in a float dtype stays so, but for the head next to weights that
         # were made to be served with rounded activations
         quantize = "none"
     is_rotated = any(weight.scheme.rotation for weight in stored.values())
@@ -290,7 +290,7 @@ def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:
-        ConfigError: int8 is asked for, on a GPU or of a base without such weights.
+        ConfigError: int8 is requested, on a GPU or of a base without such weights.
     """
     if activation_dtype == "int8":
         if device != "cpu":
@@ -324,7 +324,7 @@ def context_len(config: ModelConfig, max_model_len: int | None) -> int:
     """Choose the longest context that is served: the requested one, or the config's.
 
     Raises:
-        ConfigError: more is asked for than the model's positions cover.
+        ConfigError: more is requested than the model's positions cover.
     """
     if max_model_len is None:
         return config.max_model_len

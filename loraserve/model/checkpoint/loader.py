@@ -81,18 +81,18 @@ def load_model(
             already. ``int8``, ``int4``, ``nf4`` or ``fp8``: what a float checkpoint's linears are
             rounded to while they stream in; the head to int8 for the two of 4 bits.
         device: ``cpu`` or ``cuda``.
-        max_model_len: None: what the config says. More than that only as far as its rope scaling
+        max_model_len: None: the config's. More than that only as far as its rope scaling
             covers.
         activation_dtype: as for `blueprint.rounded_formats`.
-        progress: told how far the load is, and by the decoder of each part of a forward pass; None:
-            nothing reads it.
+        progress: notified how far the load is, and by the decoder of each part of a forward pass;
+            None: nothing reads it.
         member: of the group that shares the base, of which this process holds its part, on a CPU;
             None: it holds all of it.
 
     Raises:
-        ConfigError: this machine can't do what is asked, the base can't be cut so, max_model_len is
-            more than the model has, the checkpoint is quantized to something else than `quantize`,
-            or no linear can round its activations to `activation_dtype`.
+        ConfigError: this machine can't do what is requested, the base can't be cut so,
+            max_model_len is more than the model has, the checkpoint is quantized to something else
+            than `quantize`, or no linear can round its activations to `activation_dtype`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
             wrong with the directory, and where.
     """

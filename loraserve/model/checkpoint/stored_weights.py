@@ -40,7 +40,7 @@ class StoredWeight:
         path: the linear's.
         scheme: how it's stored.
         tensors: by what follows the path, each with what it must be.
-        unread: tensors beside them, by what follows the path, that aren't used.
+        unread: tensors next to them, by what follows the path, that aren't used.
         num_scales: scales of each output channel in the checkpoint.
     """
 
@@ -165,7 +165,7 @@ def _find_words(
 def _find_fp8(
     path: str, scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
 ) -> StoredWeight | None:
-    """Find how a weight in FP8 is stored; None: in a float dtype, as its tensor says."""
+    """Find how a weight in FP8 is stored; None: in a float dtype, that of its tensor."""
     weight = stored.get(f"{path}.weight")
     if weight is None or weight.dtype != "F8_E4M3":
         return None

@@ -1,6 +1,6 @@
-"""Weights of a whole base, read from its checkpoint when they're asked for.
+"""Weights of a whole base, read from its checkpoint when they're needed.
 
-It's for what reads weights beside the steps (DoRA's lengths, copies that PEFT saves, the reference
+It's for what reads weights outside the steps (DoRA's lengths, copies that PEFT saves, the reference
 evaluation) where this process has a part of the base alone: no weight is exchanged, and none stays
 in memory.
 """
@@ -116,7 +116,7 @@ class WholeWeights:
         count = sum(self.config.module_shapes[module][0] for module in modules)
         names = SITES[plan.name]
         if len(plan.modules) == len(names):
-            # of modules that the file has one by one, those that are asked for
+            # of modules that the file has one by one, those that are requested
             first = names.index(modules[0])
             plan, start = replace(plan, modules=plan.modules[first : first + len(modules)]), 0
         yield from self.read(plan).rows(start, start + count)

@@ -82,7 +82,7 @@ def _group_size(stored: StoredWeight, zeros: Tensor | None) -> int:
     """Choose how many inputs share a scale in memory."""
     if zeros is None or stored.has_groups:
         return stored.group_size
-    # the config says that zeros are all in the middle, and they aren't: groups alone have zeros
+    # the config states that zeros are all in the middle, and they aren't: groups alone have zeros
     size = kernels_group_size(stored.in_features)
     if size is None:
         raise ModelError(

@@ -22,7 +22,7 @@ LayerWeights = Callable[[int, Mapping[str, QuantizedWeight]], None]
 """Takes the rounded weights of a layer's linears, by path, once all of them are there."""
 
 _MIN_ROWS = 32
-"""Rows of an expert's calibration: of fewer nothing can be said."""
+"""Rows of an expert's calibration: fewer prove nothing."""
 
 
 def calibrate(
@@ -40,7 +40,7 @@ def calibrate(
     Args:
         sequences: token ids of calibration text.
         int8_paths: linears that are rounded to int8 instead, by output channel.
-        progress: told of the sites that are done, and of all.
+        progress: notified of the sites that are done, and of all.
 
     Raises:
         ModelError: a weight can't be rounded.

@@ -179,8 +179,8 @@ class ModelConfig:
             "attention": (self.attention_scale, self.head_dim**-0.5),
             "logits": (self.logits_scale, 1.0),
         }
-        # what a base doesn't have isn't named: its digest stays what it was before the decoder knew
-        # of it
+        # what a base doesn't have isn't named: its digest stays what it was before the decoder
+        # supported it
         if any(value != plain for value, plain in scales.values()):
             identity["scales"] = {name: value for name, (value, _) in scales.items()}
         if self.attention_cap is not None or self.logits_cap is not None:
@@ -201,7 +201,7 @@ def read_config(model_dir: Path) -> ModelConfig:
 
     Raises:
         UnknownArchitecture: the architecture isn't in the table.
-        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or asks for
+        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or requires
             what isn't implemented; the message names it.
     """
     path = model_dir / "config.json"

@@ -1,6 +1,6 @@
 """config.json's quantization_config as a checked value.
 
-It says how each linear of a checkpoint that is quantized already is stored. Imports no torch.
+It states how each linear of a checkpoint that is quantized already is stored. Imports no torch.
 
 A method or a setting that would need another computation is refused by name: nothing is passed over
 that changes the answers.
@@ -99,7 +99,7 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
     fields = QuantizationFields(key, value)
     method = fields.get("quant_method")
     if method is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
-        # what transformers wrote before it knew of other methods
+        # what transformers wrote before it had other methods
         method = "bitsandbytes"
     if isinstance(method, str):
         method = _OTHER_NAMES.get(method.lower(), method.lower())

@@ -84,7 +84,7 @@ def check_block(fields: QuantizationFields, name: str, block: list[Any]) -> tupl
     """Check the outputs and inputs of a block that has one scale.
 
     Raises:
-        ModelError: kernels don't have groups of so many inputs.
+        ModelError: kernels don't have groups of that many inputs.
     """
     rows, columns = block
     for value in block:

@@ -77,7 +77,7 @@ def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | N
         context: the config's own, before anything stretches it.
 
     Raises:
-        ModelError: a field is missing, odd, or asks for what isn't implemented.
+        ModelError: a field is missing, odd, or requires what isn't implemented.
     """
     older, newer = (to_object(fields.config.get(name), name) for name in ("rope_scaling", "rope_parameters"))
     if not fields.architecture.has_local_rope:

@@ -25,7 +25,7 @@ class Wrapper:
             from the architecture's own.
         default: model_type of a text config without one.
         is_tied: whether the head is the embedding where the config is silent.
-        is_tied_inside: whether it also is where ``text_config`` says so.
+        is_tied_inside: whether it also is where ``text_config`` sets it.
     """
 
     decoders: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A config.json of what a GGUF file says of its base."""
+"""A config.json from the metadata of a GGUF file."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def parse_gguf(
         file_bytes: size of the file; None: it isn't known.
 
     Raises:
-        HeaderIncomplete: the header goes on after these bytes.
+        HeaderIncomplete: the header continues after these bytes.
         ModelError: it isn't what it claims to be.
     """
     path = Path(name)
@@ -219,7 +219,7 @@ def _no_header(path: Path) -> ModelError:
 
 
 class HeaderIncomplete(ModelError):
-    """The header goes on after the bytes that are there."""
+    """The header continues after the bytes that are there."""
 
 
 class _Header:

@@ -38,7 +38,7 @@ def find_gguf(path: Path) -> Path | None:
         return path if path.suffix == ".gguf" or is_gguf(path) else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
-    # multimodal projectors lie beside their base
+    # multimodal projectors lie next to their base
     files = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))
     bases = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
     if len(bases) > 1:
@@ -55,7 +55,7 @@ def gguf_folder(file: Path) -> Path:
     Raises:
         UnknownArchitecture, ModelError: what the file has that isn't implemented.
     """
-    # a link keeps its own name, which says what the other shards' are
+    # a link keeps its own name, from which the other shards' follow
     file = file.absolute()
     folder = _cache() / _key(file)
     if (folder / SOURCE_FILE).is_file():

@@ -41,7 +41,7 @@ class GgufLayout:
         architecture: name of the row of `ARCHITECTURES`; `with_experts` where the file has some,
             `with_window` where it states a sliding window, `with_temperature` where it states how
             queries are scaled by their position.
-        names: path inside a layer by the file's name, beside those that all have.
+        names: path inside a layer by the file's name, in addition to those that all have.
         is_permuted: whether the rows of queries and keys are in the order that turns neighbours.
         norm_offset: what was added to the norms' weights.
     """

@@ -70,7 +70,7 @@ class HeadTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the head's: none."""
+        """Bytes in addition to the head's: none."""
         return 0
 
     def look_up(self, token_ids: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Linear(Protocol):
     def bias(self) -> Tensor | None:
         """Bias that a result holds, [out_features].
 
-        It is in a float dtype that LoRA's kernels take beside it.
+        It is in a float dtype that LoRA's kernels take with it.
         """
         ...
 

@@ -56,7 +56,7 @@ class ResidualNorm:
     The output is normed or scaled first.
 
     Args:
-        norm: of the sum; None: the sum itself goes on.
+        norm: of the sum; None: the sum itself is passed on.
         delta_norm: of the output before it is added; None: it stays as it is.
         delta_scale: what the output is multiplied with before it is added.
 
@@ -74,7 +74,7 @@ class ResidualNorm:
         return hidden if self.norm is None else self.norm(hidden)
 
     def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add the normed and scaled `delta` to `hidden` in place; return what goes on.
+        """Add the normed and scaled `delta` to `hidden` in place; return what is passed on.
 
         `delta` is spent.
         """

@@ -26,7 +26,7 @@ class RowParallelLinear(LoraLinear):
     """A linear of which each rank has some inputs: outputs are summed, adapters' part in them.
 
     B of an adapter is whole on each rank, and multiplies what the rank's part of A gives: there is
-    no exchange beside the base's own.
+    no exchange apart from the base's own.
     """
 
     ranks: Ranks

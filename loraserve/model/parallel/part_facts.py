@@ -1,4 +1,4 @@
-"""What a rank tells the others of its part of a base. Imports no torch.
+"""Facts that a rank sends the others of its part of a base. Imports no torch.
 
 Each stage of a pipeline reads its own tensors alone: the digest of a base, its size and its
 arithmetic are those of all parts together.
