@@ -99,7 +99,7 @@ class _Running(EventSource):
             while not self._queue.empty():
                 self._queue.get_nowait()
             await asyncio.wait(self._tasks, timeout=0.05)
-        # an answer that broke off was told by its end
+        # an answer that broke off was reported by its end
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

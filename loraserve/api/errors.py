@@ -251,7 +251,7 @@ def from_validation_error(error: RequestValidationError) -> InvalidRequest:
 def install(app: FastAPI) -> None:
     """Install the handlers of every error that a route raises, or that no route answers.
 
-    An unforeseen error is logged, and its response only says that it happened.
+    An unforeseen error is logged, and its response only states that it happened.
     """
 
     routes = RouteTable(app)

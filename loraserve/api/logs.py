@@ -59,6 +59,6 @@ def is_news(record: logging.LogRecord) -> bool:
         # A request that a stop cut short, a question to the database that was given up.
         record.exc_info = None
         record.exc_text = None
-    # A connection still says this after a question on it was given up, and its future with it.
+    # A connection still logs this after a question on it was given up, and its future with it.
     is_orphan = record.name == "asyncio" and record.getMessage().startswith("Future exception was never retrieved")
     return not (is_orphan and isinstance(error, ConnectionError))

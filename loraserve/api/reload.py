@@ -129,7 +129,7 @@ class SettingsReload:
         self._close(before, unless=tracer)
 
     def _close(self, tracer: RequestTracer | None, *, unless: RequestTracer | None) -> None:
-        """Close a tracer beside requests, if it isn't the other one."""
+        """Close a tracer during requests, if it isn't the other one."""
         if tracer is None or tracer is unless:
             return
         closing = asyncio.get_running_loop().create_task(tracer.close(), name="close-tracer")

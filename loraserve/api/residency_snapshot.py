@@ -1,4 +1,4 @@
-"""Snapshot of where weights were a moment ago: the engine is asked once for all who look."""
+"""Snapshot of where weights were a moment ago: one query of the engine serves all readers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ResidencySnapshots:
     """The newest snapshot.
 
     Args:
-        ask: asks the engine, which looks through all that it holds between two steps.
+        ask: queries the engine, which looks through all that it holds between two steps.
     """
 
     def __init__(

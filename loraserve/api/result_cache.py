@@ -1,4 +1,4 @@
-"""Keep the finished answers of deterministic requests, each for the tenant that asked for it."""
+"""Keep the finished answers of deterministic requests, each for the tenant that requested it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loraserve.types import TIMEOUT, AdapterRef, Digest, FinishReason, RequestId
 HEADER = "x-loraserve-cache"
 HIT, MISS, OFF = "hit", "miss", "off"
 _KEPT_BYTES = 512
-"""Bytes of an answer beside its chunks: its key and its place in the cache."""
+"""Bytes of an answer in addition to its chunks: its key and its place in the cache."""
 _TOKEN_BYTES, _ENTRY_BYTES, _CANDIDATE_BYTES = 5, 48, 14
 """What a token, the log probability of a token, and that of another likely token take written."""
 _ROOM_LEFT = 1 / 16
@@ -129,7 +129,7 @@ class ResultCache:
         self._most_bytes = 0
         """No less than what is kept: more of it may be over."""
         self.num_by_outcome = dict.fromkeys((HIT, MISS, OFF), 0)
-        """Requests that asked for the cache, by what came of it."""
+        """Requests that used the cache, by what came of it."""
         self.num_replayed_tokens = 0
         self.num_dropped = 0
         """Answers dropped with a version or a tenant."""
@@ -143,7 +143,7 @@ class ResultCache:
         return sum(len(answers) for answers in self._by_tenant.values())
 
     def resize(self, max_bytes: int) -> None:
-        """Keep at most so many bytes from now on; what is over is dropped."""
+        """Keep at most that many bytes from now on; what is over is dropped."""
         self._max_bytes = max_bytes
         if self._most_bytes > max_bytes:
             self._make_room()
@@ -210,7 +210,7 @@ class ResultCache:
         self._most_bytes = total
 
     def drop_adapter(self, owner: TenantId, name: str) -> None:
-        """Drop the answers of an adapter that was changed or deleted, whoever asked for them."""
+        """Drop all tenants' answers of an adapter that was changed or deleted."""
         key = name_key(name)
         self._drop(lambda version: version[:2] == (owner, key))
 

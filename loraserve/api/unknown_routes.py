@@ -16,7 +16,7 @@ _TENANT_PREFIX = "/t/{tenant}"
 _TENANT_PATH = re.compile(r"/t/[^/]+(?=/|$)")
 _ADAPTERS = "/api/v1/adapters/"
 _MAX_COMPARED = 64
-"""Characters of a path that are compared with routes: more would take longer, and tell no more."""
+"""Characters of a path that are compared with routes: more would take longer, and show no more."""
 _MAX_SHOWN = 128
 _LIKENESS = 0.7
 """Likeness, by `difflib`, from which a route is taken for the one that was meant."""

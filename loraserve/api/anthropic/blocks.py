@@ -21,7 +21,7 @@ class Dialogue:
     Attributes:
         messages: as a chat's body has them.
         places: for each message, where it came from.
-        has_cache_control: whether a block says what to cache, which changes nothing here.
+        has_cache_control: whether a block sets what to cache, which changes nothing here.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Dialogue:
                 case "thinking":
                     thoughts.append(_text(block, "thinking", place))
                 case "redacted_thinking":
-                    pass  # says nothing to this model
+                    pass  # means nothing to this model
                 case "tool_use":
                     if not isinstance(block.get("input"), dict):
                         raise InvalidRequest(f"{place}.input should be an object.", param=f"{place}.input")

@@ -83,7 +83,7 @@ class MessageBody(MessageTokensBody):
 
 
 class ChatRequest:
-    """Chat that a body asks for.
+    """Chat that a body requests.
 
     Attributes:
         body: the chat's body.
@@ -91,7 +91,7 @@ class ChatRequest:
 
     Raises:
         InvalidRequest: a field is wrong; `param` names the place.
-        UnsupportedParameter: a field asks for what isn't implemented.
+        UnsupportedParameter: a field requires what isn't implemented.
     """
 
     def __init__(self, body: MessageTokensBody) -> None:

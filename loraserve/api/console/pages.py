@@ -1,6 +1,6 @@
 """Serve the console's files.
 
-They hold nothing of any tenant, so they need no key: the page asks for one, keeps it in the
+They hold nothing of any tenant, so they need no key: the page prompts for one, keeps it in the
 browser's session, and sends it with each request to the API. The page may load and call nothing
 but this server, and run no script and no style but these files.
 """

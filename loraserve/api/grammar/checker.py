@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _MODULE = "loraserve.text.grammar_worker"
 
 _ENTRY_BYTES = 256
-"""Bytes that a checked grammar takes beside its texts."""
+"""Bytes that a checked grammar takes in addition to its texts."""
 
 COMPILED, CACHED, REFUSED, TOO_COMPLEX, CRASHED = "compiled", "cached", "refused", "too_complex", "crashed"
 OUTCOMES = (COMPILED, CACHED, REFUSED, TOO_COMPLEX, CRASHED)
@@ -62,7 +62,7 @@ class GrammarChecker:
         setup: called when a process is made.
 
     Attributes:
-        num_by_outcome: grammars that were asked for.
+        num_by_outcome: grammars that were requested.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GrammarChecker:
 
     async def _compile(self, tenant: str, key: bytes, asked: CheckFormat) -> Checked:
         async with self._processes.take(tenant) as process:
-            # while this one waited, another may have asked for the same
+            # while this one waited, another may have needed the same
             known = self._known.get(tenant, key)
             if known is not None:
                 return known

@@ -1,6 +1,6 @@
 """HTTP connections that can't be held or flooded: bounds on bytes around requests, and on time.
 
-`httptools_connection` says how the parser counts.
+`httptools_connection` describes how the parser counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEAD_SLACK = 2
 The guard, which answers a head over the bound in words, sees heads up to this one.
 """
 _PIECE_BYTES = 8 * KIB
-"""Bounds are looked at after so many bytes: a read of the socket may bring 256 KiB."""
+"""Bounds are checked after that many bytes: a read of the socket may bring 256 KiB."""
 _TURN_S = 0.005
 """Longest time that one connection's bytes are parsed before other connections have their turn."""
 _TCP_INFO_BYTES, _ACKED_OFFSET = 128, 120
@@ -343,7 +343,7 @@ class BoundedProtocol(asyncio.Protocol):
             is_refused = self.cycle is not None and _REFUSED in self.cycle.scope
             seconds = min(_REFUSED_UNREAD_S if is_refused else math.inf, LIMITS.stalled_reader_s)
             self._unread_timer = self.loop.call_later(seconds, self.transport.abort)
-        # uvicorn's own, of which asyncio.Protocol knows nothing
+        # uvicorn's own, which asyncio.Protocol lacks
         super().on_response_complete()  # type: ignore[misc]
         self._pump_soon()
 

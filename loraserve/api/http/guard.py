@@ -144,7 +144,7 @@ class Guard:
                 await self._app(scope, exchange.receive, exchange.send)
                 await exchange.finish()
             except asyncio.CancelledError:
-                # The server was told to stop now; an open stream is cut without a word otherwise.
+                # The server has to stop now; an open stream is cut without a word otherwise.
                 raise
             except ClientDisconnect:
                 pass  # there is no client to answer
@@ -431,6 +431,6 @@ def _request_id(scope: Scope) -> str:
 
 def _max_body_bytes(path: str, limits: Limits) -> int:
     if _UPLOAD_PATH.fullmatch(path):
-        # the multipart's own framing, and the config beside the weights
+        # the multipart's own framing, and the config with the weights
         return limits.max_upload_bytes + limits.max_body_bytes
     return limits.max_body_bytes

@@ -89,10 +89,10 @@ class InferenceRecord:
         adapter: name of the adapter that answers, as the client can request it; of a sum, the
             whole sum; empty: the base answers.
         version: of that adapter; None: the base, a sum or an ephemeral adapter answers.
-        fell_back_for: code of the error for which it isn't what was asked for; empty: it is.
+        fell_back_for: code of the error for which it isn't what was requested; empty: it is.
         choices: in the order in which they were sent; those of a fallback follow the failed ones.
         num_prompt_tokens, num_cached_tokens, num_tokens: as in the answer's usage.
-        is_pooled: whether vectors were asked for.
+        is_pooled: whether vectors were requested.
     """
 
     base: str = ""
@@ -155,7 +155,7 @@ class RequestRecord:
 
     @property
     def model(self) -> str:
-        """Name of the model that answered, else of the one that was asked for."""
+        """Name of the model that answered, else of the requested one."""
         answered = "" if self.inference is None else self.inference.adapter or self.inference.base
         return (answered or self.asked_model)[:MAX_MODEL_NAME]
 

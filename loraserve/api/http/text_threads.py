@@ -25,7 +25,7 @@ Longer ones are a thread's.
 _TRIMMED_BYTES = 256 * KIB
 """Size of a request after which memory is given back to the system."""
 _TRIM_DELAY_S = 1.0
-"""Delay before memory is given back: by then the answer and those beside it are sent."""
+"""Delay before memory is given back: by then the answer and those computed with it are sent."""
 
 
 def _num_threads() -> int:
@@ -72,7 +72,7 @@ class TextThreads:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._done, tenant, num_bytes)
 
-        # The job itself calls it: a thread that began goes on when its client has left, and is
+        # The job itself calls it: a thread that began continues when its client has left, and is
         # taken until it is done.
         job.add_done_callback(ended)
         return await asyncio.wrap_future(job)

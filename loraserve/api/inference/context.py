@@ -44,9 +44,9 @@ class ResolvedModel:
     granted: tuple[str, ...] = ()
     """``OWNER/NAME``, with the name's key, of those that may be another tenant's."""
     asked: str | None = None
-    """Name under which it was asked for."""
+    """Name under which it was requested."""
     tenant: str = ""
-    """Name of the tenant that asked for it."""
+    """Name of the tenant that requested it."""
     defaults: GenerationDefaults = NO_DEFAULTS
     """Defaults of fields that the request doesn't send, from the bound version and the base."""
 
@@ -69,7 +69,7 @@ async def resolve_model(
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.
         AdapterQuarantined: it, or one of the sum's, isn't served.
         AdapterCorrupt: the stored defaults of the version are damaged or missing.
-        InvalidRequest: the sum isn't one, or is asked for in both ways at once.
+        InvalidRequest: the sum isn't one, or is given in both ways at once.
     """
     # before it is bound: what came in a pause gets the version that was loaded meanwhile
     await services.pauses.wait(caller.tenant)
@@ -101,7 +101,7 @@ _BASE_NAMES = {"lora_path": ("",), "adapter_id": ("", "__base_model__")}
 
 
 async def resolve_asked(services: Services, caller: Caller, body: InferenceBody) -> ResolvedModel:
-    """Bind what `body` asks for, in `model` or in SGLang's or LoRAX's field.
+    """Bind what `body` names, in `model` or in SGLang's or LoRAX's field.
 
     Raises:
         ModelNotFound, AdapterQuarantined: as `resolve_model`.
@@ -214,7 +214,7 @@ def use_cache(
 ) -> CacheUse | None:
     """Look these requests, all of one HTTP request's, up in the result cache.
 
-    None: it isn't asked for.
+    None: it isn't requested.
     """
     if ttl_s is None:
         return None

@@ -202,7 +202,7 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
         raise _invalid(error) from None
     if "stream_options" in given and "stream_options" in model.model_fields and not given.get("stream"):
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
-    # a field of the other kind that got so far asks for nothing, and so isn't ignored
+    # a field of the other kind that got so far has no effect, and so isn't ignored
     passed = given.keys() - model.model_fields.keys() - _UNSUPPORTED.keys() - _refused(model).keys()
     ignored = [name for name in given if name in passed]
     guesses = [_likely_field(name, model) for name in ignored[:_MAX_GUESSED]]
@@ -327,7 +327,7 @@ def _is_neutral(name: str, value: object) -> bool:
     if name in _NEUTRAL_ALONE:
         neutral = _NEUTRAL_ALONE[name]
     elif _GUIDED.fullmatch(name):
-        # the empty schema asks for JSON
+        # the empty schema means any JSON
         neutral = (False, "", [])
     else:
         neutral = _UNSUPPORTED.get(name, _OFF)

@@ -1,4 +1,4 @@
-"""Texts to be pooled, checked, turned into tokens and cut as their request says."""
+"""Texts to be pooled, checked, turned into tokens and cut as their request sets."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import TokenLogprobs
 
 _LOWEST = -9999.0
-"""JSON has no infinity; OpenAI says this for a token that can't be."""
+"""JSON has no infinity; OpenAI has this for a token that can't be."""
 
 
 class CompletionLogprobs:
@@ -24,7 +24,7 @@ class CompletionLogprobs:
     Offsets are into the choice's own text, which starts with the prompt under echo.
 
     Args:
-        num_top: how many of the likeliest tokens are shown beside each.
+        num_top: how many of the likeliest tokens are shown with each.
         as_ids: whether tokens are shown as ``token_id:7``.
     """
 

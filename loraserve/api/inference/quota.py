@@ -23,7 +23,7 @@ async def admitted_caller(request: Request, caller: Caller = Depends(scopes.requ
     The guard releases it when the answer has ended, however it ends, and says in the answer's
     headers how the tenant stands, in a refusal's too.
 
-    Raises (beside `scopes.require`'s):
+    Raises (in addition to `scopes.require`'s):
         Overloaded: the server is shutting down and takes no new work.
         RateLimited: more than the tenant may have at once, or more than its rate.
     """
@@ -43,7 +43,7 @@ def reserve(
 
     Args:
         max_tokens: of an answer to each of the prompts.
-        is_bounded: whether the request says how long an answer may be; otherwise a part is set
+        is_bounded: whether the request bounds how long an answer may be; otherwise a part is set
             aside, and what comes beyond it is charged as it comes.
 
     Raises:

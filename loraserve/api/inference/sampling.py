@@ -86,7 +86,7 @@ def read_sampling(
     Args:
         num_ids: the bound of the ids that the body may name.
         logprobs, prompt_logprobs: how many of the likeliest tokens the route shows; what the body
-            asks for beside it is added.
+            requests in addition is added.
         bad_words: tokens of the body's, from `PromptReader.bad_words`.
         defaults: of fields that the body doesn't have.
 
@@ -121,7 +121,7 @@ def cache_ttl_s(sampling: Sampling) -> float | None:
     """Read the seconds for which `cache` lets the answer be kept; None: it isn't requested.
 
     Raises:
-        InvalidRequest: the field is wrong, or the answer is drawn anew each time.
+        InvalidRequest: the field is wrong, or the answer is drawn again each time.
     """
     body, value = sampling.body, sampling.body.cache
     if value is None:
@@ -190,7 +190,7 @@ def choose_max_tokens(
     A default of None is all the room.
 
     Raises:
-        ContextLengthExceeded: the prompt, or the prompt and what was asked for, is longer than the
+        ContextLengthExceeded: the prompt, or the prompt and what was requested, is longer than the
             context.
     """
     room = base.max_model_len - num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Read what a body asks its answers to be, in OpenAI's fields, vLLM's old and new, or SGLang's."""
+"""Read the form of a body's answers, in OpenAI's fields, vLLM's old and new, or SGLang's."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _read_response_format(body: InferenceBody) -> AnswerFormat | None:
         case "text":
             return None
         case "json_object":
-            # a schema beside it is Fireworks' and llama.cpp's
+            # a schema next to it is Fireworks' and llama.cpp's
             schema = value.get("schema")
             if schema is None:
                 return AnswerFormat(kind=AnswerKind.JSON_SCHEMA, value=_OBJECT, param=param)

@@ -12,7 +12,7 @@ from loraserve.types import AdapterRef
 HEADER = "x-loraserve-adapter"
 
 _PLAIN = "/:@.,*+~_- "
-"""Characters that stand in a header unescaped, beside letters and digits.
+"""Characters that stand in a header unescaped, as are letters and digits.
 
 A base's id may be a folder's name, in any script.
 """
@@ -32,7 +32,7 @@ def _tokenizers(adapter: AdapterRef | None) -> set[str]:
 class TargetSelector:
     """Select the adapter that answers one HTTP request, with all of its choices.
 
-    It changes once at most, from the version that was asked for to its fallback.
+    It changes once at most, from the requested version to its fallback.
     """
 
     def __init__(self, binding: Binding, base_id: str, asked: str | None = None, *, tenant: str = "") -> None:
@@ -47,7 +47,7 @@ class TargetSelector:
         self.adapter = binding.adapter
         """Adapter that answers; None: the base."""
         self.reason = binding.fell_back_for
-        """The code of the error for which `adapter` isn't what was asked for; empty: it is."""
+        """The code of the error for which `adapter` isn't what was requested; empty: it is."""
         self._from = binding.fell_back_from
         self._fallback = binding.fallback if binding.fell_back_from is None else None
         self._shadow = binding.shadow
@@ -130,7 +130,7 @@ class TargetSelector:
     def headers(self) -> dict[str, str]:
         """``x-loraserve-adapter``: the version that answers; what it stands in for, and why.
 
-        None for the base that was asked for.
+        None if the base was requested.
         """
         if self._from is not None:
             told = f"{self.answering}; fallback-from={self.label(self._from)}; reason={self.reason}"

@@ -98,7 +98,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
             model.tokenizer.num_ids(base.vocab_size),
             logprobs=asked.logprobs,
             prompt_logprobs=prompt_logprobs,
-            # as TGI: parameters have defaults of their own here; the file says how answers end
+            # as TGI: parameters have defaults of their own here; the file defines how answers end
             defaults=model.defaults.only_ends(),
         )
     reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)

@@ -23,7 +23,7 @@ _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 class AdapterRouting:
     """Adapters that are waited for, run, or were requested last.
 
-    The engine knows digests alone, and the server knows names.
+    The engine has digests alone, and the server has names.
 
     Args:
         max_num_seqs: the maximum number of sequences in a step.
@@ -70,7 +70,7 @@ class AdapterRouting:
         return {(str(self.max_lora), running, waiting): time.time()}
 
     async def refresh(self) -> None:
-        """Ask the engine anew, if its last answer is older than `MAX_AGE_S`.
+        """Query the engine again, if its last answer is older than `MAX_AGE_S`.
 
         Nothing is known while it is away.
         """

@@ -29,7 +29,7 @@ class SlowRequest:
     tenant_name: str
     started_at: datetime
     asked: str
-    """Model that was asked for."""
+    """Model that was requested."""
     answered_by: str
     """Version that answered, or the base's id."""
     outcome: str

@@ -1,4 +1,4 @@
-"""Metrics as rows of a table, read anew at every scrape."""
+"""Metrics as rows of a table, read again at every scrape."""
 
 from __future__ import annotations
 

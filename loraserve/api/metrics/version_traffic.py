@@ -24,7 +24,7 @@ class Role(StrEnum):
 class VersionKey(NamedTuple):
     """Version of an adapter in one role.
 
-    The digest tells it from the version of an adapter of that name that was deleted.
+    The digest distinguishes it from the version of an adapter of that name that was deleted.
     """
 
     name: str

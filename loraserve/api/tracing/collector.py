@@ -27,7 +27,7 @@ def open_tracer(settings: Settings, metrics: ServerMetrics) -> SpanTracer | None
     """Open the tracer of the settings or OpenTelemetry's variables; None: none is configured.
 
     Raises:
-        ConfigError: OpenTelemetry isn't installed, or a variable asks for what isn't possible.
+        ConfigError: OpenTelemetry isn't installed, or a variable requires what isn't possible.
     """
     asked_by = _asked_by(settings)
     if asked_by is None:

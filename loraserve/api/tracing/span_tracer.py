@@ -144,8 +144,8 @@ class SpanTracer:
     def _trace_choice(self, record: RequestRecord, choice: ChoiceRecord, answer: Span) -> None:
         """Add the choice's stages.
 
-        The engine says how long each took, not when it began: they are laid end to end before the
-        first token. The waits for a turn and for the adapter may have alternated.
+        The engine reports how long each took, not when it began: they are laid end to end before
+        the first token. The waits for a turn and for the adapter may have alternated.
         """
         index: dict[str, AttributeValue] = {"loraserve.choice": choice.index}
         ended_s = record.ended_s if choice.ended_s is None else choice.ended_s
@@ -153,7 +153,7 @@ class SpanTracer:
             self._add("replay", answer, record, choice.sent_s, ended_s, index)
             return
         if choice.first_s is None:
-            # what it waited for isn't known: the engine says so with the first token
+            # what it waited for isn't known: the engine reports it with the first token
             self._add("wait", answer, record, choice.sent_s, ended_s, index | {"error.type": choice.finish_reason})
             return
         prefill_s = max(choice.sent_s, choice.first_s - choice.prefill_s)

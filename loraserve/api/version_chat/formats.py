@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _ENTRY_BYTES = 4096
-"""Bytes that an entry takes beside its template's text, with room to spare."""
+"""Bytes that an entry takes in addition to its template's text, with room to spare."""
 _TOKENIZER_BYTES, _BYTES_PER_ADDED_BYTE = 16 << 10, 32
-"""Bytes that a version's tokenizer takes beside the base's: at least, and by its file's bytes."""
+"""Bytes that a version's tokenizer takes besides the base's: at least, and by its file's bytes."""
 LOADED, CACHED = "loaded", "cached"
 OUTCOMES = (LOADED, CACHED)
 

@@ -45,7 +45,7 @@ class StreamableAnswer(Answer):
     `closing`.
 
     Attributes:
-        is_stream: whether the request asks for a stream.
+        is_stream: whether the request is for a stream.
         ending: bytes after the last event of a stream, whatever ended it.
     """
 

@@ -86,7 +86,7 @@ class RequestUsage:
         self._prices: dict[str, Price] = {}
         """Prices by digest (the base: empty) of every adapter that may answer.
 
-        They are read before the engine is asked: counting can't fail.
+        They are read before the engine is called: counting can't fail.
         """
         if table is not None:
             for adapter in context.target.candidates:
@@ -120,7 +120,7 @@ class RequestUsage:
         self._last = index
         self._is_replayed |= chunk.is_replayed
         self._has_ended |= chunk.finish_reason is not None
-        # the first choice of a prompt says it: later ones find what that one computed, and the
+        # the first choice of a prompt has it: later ones find what that one computed, and the
         # prompt is billed with it
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
@@ -293,5 +293,5 @@ def _name(adapter: AdapterRef | None) -> str:
     name = "+".join(label(part.adapter) for part in adapter.parts)
     if len(name) <= _MAX_LABEL:
         return name
-    # cut short, it is told apart from others that begin alike by what identifies it
+    # cut short, what identifies it distinguishes it from others that begin alike
     return f"{name[: _MAX_LABEL - 17]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"

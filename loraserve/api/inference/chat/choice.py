@@ -42,7 +42,7 @@ class ChatChoice:
         token_ids, logprobs: those of the chunks that `add` took.
         prompt_logprobs: log probabilities of the prompt's tokens, as far as they came.
         num_reasoning_tokens: tokens up to the last piece of reasoning.
-        finish_reason: why it ended; None while it goes on.
+        finish_reason: why it ended; None while it continues.
         stop_reason: stop string or token that ended it, or ``timeout``.
     """
 

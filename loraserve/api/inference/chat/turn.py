@@ -84,7 +84,7 @@ class ChatPrompt:
         """Check the body in the order that every chat has, and make tokens of its messages.
 
         Args:
-            num_more_bytes: size of what is read beside the request's body.
+            num_more_bytes: size of what is read in addition to the request's body.
             is_bounded: whether the prompt has to fit the context.
 
         Raises:
