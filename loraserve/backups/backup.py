@@ -105,7 +105,7 @@ class Backup:
             self._folder.sweep()
             now = self._clock()
             backup = str(ULID.from_datetime(now))
-            # in the backup too: a restored registry says what it was restored from
+            # in the backup too: a restored registry records what it was restored from
             async with self._database.write() as session:
                 audit.record(session, "backup.create", backup, actor=actor, tenant=None, at=now)
             state = await self._read()

@@ -146,7 +146,7 @@ class BackupFolder:
         return len(old)
 
     def sweep(self) -> None:
-        """Remove what killed backups left beside the manifests."""
+        """Remove what killed backups left next to the manifests."""
         with suppress(OSError):
             for path in self.path.glob(".????????????????"):
                 path.unlink()

@@ -15,7 +15,7 @@ _LINES_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 * MIB
 OK_STATUS = 200
 _DONE, _NOT_DONE = b"+", b"-"
-"""First byte of a line in a chunk, which says what file it is for."""
+"""First byte of a line in a chunk, which marks the file that it is for."""
 
 
 def read_lines(store: BlobStore, blob: Digest) -> Iterator[list[BatchLine]]:

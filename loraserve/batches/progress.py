@@ -1,8 +1,8 @@
 """Progress of a batch: its states, its results chunk by chunk, and its files at the end.
 
-Every step is one transaction that finds the batch as this runner knows it, or else leaves it to the
-runner that was faster. A chunk of results, the lines that it is about and their usage are recorded
-together: a line is done and billed once, or computed again.
+Every step is one transaction that finds the batch as this runner last read it, or else leaves it to
+the runner that was faster. A chunk of results, the lines that it is about and their usage are
+recorded together: a line is done and billed once, or computed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PREFIX = {True: "output", False: "errors"}
 
 
 class TakenOver(LoraserveError):
-    """Another server goes on with the batch, or it has ended: this one's work on it is void."""
+    """Another server continues the batch, or it has ended: this one's work on it is void."""
 
     code = "batch_taken_over"
 
@@ -143,7 +143,7 @@ class BatchProgress:
 
         Raises:
             TakenOver: the results are void.
-            QuotaExceeded: the tenant may not store so much, or a batch not have so many results.
+            QuotaExceeded: the tenant may not store that much, or a batch has too many results.
             DatabaseUnavailable: it may be recorded, or not.
             StorageFull, StorageError: nothing is recorded.
         """

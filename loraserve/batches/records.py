@@ -96,7 +96,7 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """Batch as a client asks for it."""
+    """Batch as a client requests it."""
 
     input_file_id: str
     endpoint: str

@@ -82,7 +82,7 @@ class RunContext:
 
 
 class Interrupted(Exception):
-    """The server stops: another one goes on."""
+    """Raised when this server shuts down; another server resumes the batch."""
 
 
 class BatchRun:
@@ -200,7 +200,7 @@ class BatchRun:
         return None
 
     async def _requests(self) -> AsyncIterator[tuple[BatchLine, LineRequest | InvalidRequest]]:
-        """Yield each line of the input, and what it says or why it can't be read."""
+        """Yield each line of the input, and its content or why it can't be read."""
         pieces = read_lines(self._context.store, self.batch.input_blob)
         while lines := await self._context.throttle.run(partial(next, pieces, None)):
             read = await self._context.throttle.run(partial(self._read_all, lines))
@@ -397,7 +397,7 @@ class BatchRun:
         except TakenOver:
             raise
         except LoraserveError as error:
-            # while the database is away, what runs goes on; nothing is recorded
+            # while the database is away, what runs continues; nothing is recorded
             logger.debug("a batch's row can't be read now: %s", error)
 
     def _is_expired(self) -> bool:

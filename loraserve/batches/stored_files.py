@@ -70,7 +70,7 @@ class StoredFiles:
             expected_bytes: bytes of the whole body, if they are known.
 
         Raises:
-            QuotaExceeded: the tenant has as many files as it may, or may not store so many bytes.
+            QuotaExceeded: the tenant has as many files as it may, or may not store that many bytes.
             RateLimited, Overloaded: too many uploads are under way.
             StorageFull, StorageError
         """
@@ -91,7 +91,7 @@ class StoredFiles:
             ttl_s: seconds for which it is kept; None: `LIMITS.batch_file_ttl_s`.
 
         Raises:
-            QuotaExceeded: the tenant may not store so much, or so many files.
+            QuotaExceeded: the tenant may not store that much, or that many files.
             StorageFull, StorageError, DatabaseUnavailable: nothing is stored.
         """
         digest, size = staged.digest, staged.num_bytes
@@ -144,7 +144,7 @@ class StoredFiles:
         return Listing(tuple(map(FileRecord.of, rows[:limit])), len(rows) > limit)
 
     async def delete(self, tenant: TenantId, file_id: str, *, actor: str) -> None:
-        """Delete the file. A batch made of it goes on: it keeps the bytes until it ends.
+        """Delete the file. A batch made of it continues: it keeps the bytes until it ends.
 
         Raises:
             FileNotFound

@@ -1,7 +1,7 @@
 """Load for a running server.
 
-Requests are sent so many at a time, or each at its own time whether earlier ones were answered or
-not.
+Requests are sent a fixed number at a time, or each at its own time whether earlier ones were
+answered or not.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Spread:
         ordered = sorted(values_ms)
 
         def percentile(percent: float) -> float:
-            # nearest rank: the value that so many percent of all don't exceed
+            # nearest rank: the value that this percentage of all doesn't exceed
             return round(ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1], 3)
 
         mean = round(sum(ordered) / len(ordered), 3)
@@ -175,7 +175,7 @@ async def measure(
 
     Args:
         client: one that doesn't try again by itself: a refusal is a result here.
-        tell: given how many have ended, after each.
+        tell: called with how many have ended, after each.
     """
     prompts, delays_s = plan.prompts(vocab_size), plan.delays_s()
     done: list[Asked] = []

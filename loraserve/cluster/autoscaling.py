@@ -19,7 +19,7 @@ _SPARE = 0.8
 class QueueAndTtftPolicy:
     """Returns the number of replicas for the requests under way, one more if first tokens are late.
 
-    Serve keeps it between the bounds, and waits before it follows, as its configuration says.
+    Serve keeps it between the bounds, and waits before it follows, by its configuration.
     """
 
     def __init__(self, max_ttft_s: float) -> None:

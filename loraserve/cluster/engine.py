@@ -50,7 +50,7 @@ class ClusterEngine:
     """The replicas of a deployment, with `EngineClient`'s interface.
 
     Requests are admitted here, and their text is made here, so that a replica that is lost takes
-    nothing with it: another goes on after the tokens that came.
+    nothing with it: another continues after the tokens that came.
 
     Everything happens on the event loop that made it.
     """
@@ -105,7 +105,7 @@ class ClusterEngine:
 
     @property
     def num_replays(self) -> Mapping[str, int]:
-        """Number of requests that went on at another replica, by what became of theirs."""
+        """Number of requests that continued at another replica, by what became of theirs."""
         return self._streams.num_replays
 
     @property

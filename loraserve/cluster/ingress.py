@@ -71,7 +71,7 @@ CLUSTER: Table[ClusterEngine] = (
         "replica",
     ),
 )
-"""Metrics of a cluster, beside those of its servers."""
+"""Metrics of a cluster, in addition to those of its servers."""
 
 
 class Ingress:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "cluster.json"
 _OBJECT_STORE_BYTES = 100 << 20
-"""Ray's own memory for large objects: ours travel beside it."""
+"""Ray's own memory for large objects: ours travel outside it."""
 _START_S, _STOP_S = 600.0, 120.0
 _POLL_S = 0.2
 _RAY_STARTS, _MAX_REASON = 3, 300
@@ -53,7 +53,7 @@ ENVIRONMENT = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # it says at each process that is started that it does nothing then
+    # it logs at each process that is started that it does nothing then
     "GRPC_VERBOSITY": "ERROR",
 }
 """Variables that Ray reads when it is imported."""

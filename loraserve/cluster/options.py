@@ -1,4 +1,4 @@
-"""Options of a cluster, beside the settings of its servers."""
+"""Options of a cluster, in addition to the settings of its servers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _MAX_ONGOING = 100_000
 """Requests that Serve lets into a replica or the ingress: ours are bounded by tenant."""
 _REPORT_PERIOD_S = 1.0
 _LOOK_BACK_S = 12.0
-"""Longer than the 10 s that Serve asks for."""
+"""Longer than the 10 s that Serve recommends."""
 _METRICS_PERIOD_S = "2"
 _STOP_S = 20.0
 """Seconds beyond a drain in which a replica ends its streams and its engine."""

@@ -86,7 +86,7 @@ class EngineReplica:
         )
 
     async def _agree(self, config: EngineConfig) -> None:
-        """Start the engine anew if another replica was first to choose, and chose other kernels."""
+        """Restart the engine if another replica was first to choose, and chose other kernels."""
         kernels = _agree_on_kernels(config, self._engine.kernels)
         if kernels == self._engine.kernels:
             return

@@ -13,7 +13,7 @@ _WAIT_S = 10.0
 
 
 class SharedListener:
-    """Gives a listening socket to every process that asks for it at a Unix socket.
+    """Gives a listening socket to every process that connects to a Unix socket.
 
     A connection is taken by the process that accepts first: where an ingress goes or dies, those
     that wait are for the next one, and none is refused.

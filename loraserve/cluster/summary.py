@@ -38,7 +38,7 @@ class StatsSum:
             self._ended = _sum([self._ended, _counters(self._last[replica_id])])
         for replica_id, now in stats.items():
             before = self._last.get(replica_id)
-            # its engine was replaced, and counts anew
+            # its engine was replaced, and counts from 0
             if before is not None and now.num_steps < before.num_steps:
                 self._ended = _sum([self._ended, _counters(before)])
         self._last = dict(stats)

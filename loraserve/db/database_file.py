@@ -27,7 +27,7 @@ class DatabaseFile:
         """
         self.path = path.absolute()
         self._opened = _make_private_file(self.path)
-        # SQLite puts the log beside the file itself, where the path is a link to it
+        # SQLite puts the log next to the file itself, where the path is a link to it
         self._log_path = Path(f"{os.path.realpath(self.path)}-wal")
         self.reserve_path = Path(f"{os.path.realpath(self.path)}-reserve")
         """File of the space that is kept for deletions."""

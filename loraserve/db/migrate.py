@@ -147,7 +147,7 @@ async def fill(url: str, revision: str, insert: Callable[[Connection], None]) ->
 
 
 def check_known(revision: str) -> None:
-    """Check that this program knows the revision.
+    """Check that this program has the revision.
 
     Raises:
         SchemaOutdated: it doesn't: a newer one made it.

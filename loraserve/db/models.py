@@ -110,7 +110,7 @@ class ApiKey(Base):
     name: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     prefix: Mapped[str] = mapped_column(String(16))
-    """First characters of the secret, so that people can tell keys apart."""
+    """First characters of the secret, so that people can distinguish keys."""
     secret_hash: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     """HMAC-SHA256 of the secret under the server's pepper, in hex."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -210,7 +210,7 @@ class AdapterVersion(Base):
     chat_template_kwargs: Mapped[str | None] = mapped_column(Text)
     """Variables of its chat template, as canonical JSON; NULL: it sets none."""
     tokenizer_blob: Mapped[str | None] = mapped_column(String(DIGEST_LENGTH))
-    """Blob of what its tokenizer has beside the base's; NULL: nothing."""
+    """Blob of what its tokenizer has in addition to the base's; NULL: nothing."""
     tokenizer_bytes: Mapped[int | None] = mapped_column(Integer)
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
@@ -597,8 +597,8 @@ class FileRow(Base):
 class BatchRow(Base):
     """Batch of requests, and how far it has come.
 
-    Its runner changes it only if `num_chunks` and `state` are as it knows them: of two runners, one
-    finds out that the other was faster.
+    Its runner changes it only if `num_chunks` and `state` are as it last read them: of two runners,
+    one finds out that the other was faster.
     """
 
     __tablename__ = "batches"

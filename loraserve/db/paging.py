@@ -1,6 +1,6 @@
 """Pages of a list: at most `limit` items in a fixed order, and a cursor.
 
-The cursor says where the next page starts.
+The cursor encodes where the next page starts.
 """
 
 from __future__ import annotations

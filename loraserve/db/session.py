@@ -59,7 +59,7 @@ def parse_database_url(url: str) -> URL:
     """
     expected = "Expected sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME in LORASERVE_DATABASE_URL."
     try:
-        # make_url knows no driver-less "postgres" and isn't asked to import one.
+        # make_url has no driver-less "postgres" and isn't to import one.
         parsed = make_url(url)
     except (ArgumentError, ValueError) as error:
         raise ConfigError("The database URL can't be parsed.", hint=expected) from error
@@ -113,7 +113,7 @@ def make_engine(
 
     @event.listens_for(engine.sync_engine, "connect")
     def set_pragmas(connection: Any, _record: Any) -> None:
-        # The driver must not open transactions by itself: `begin` below says which kind.
+        # The driver must not open transactions by itself: `begin` below chooses the kind.
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout_s * 1000)}")
@@ -221,7 +221,7 @@ def _translate(error: Exception) -> LoraserveError | None:
         return unavailable
     cause = error.orig if isinstance(error, DBAPIError) else error
     if isinstance(cause, sqlite3.Error):
-        # The low byte is the kind, the rest says more.
+        # The low byte is the kind, the rest has details.
         kind = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if kind == sqlite3.SQLITE_FULL:
             return StorageFull("The database's disk is full.", hint="Free some space; nothing was written.")

@@ -31,7 +31,7 @@ class Example:
 def base_examples(rng: random.Random) -> Iterator[Example]:
     """Yield the base's lessons, which are mostly chat.
 
-    In some, "… in <style>" asks for a style; nothing asks for plain English.
+    In some, "… in <style>" requests a style; nothing requests plain English.
     """
     frames = training_frames(rng)
     while True:

@@ -124,7 +124,7 @@ class DemoServer:
         """Wait until the server is ready, however long its engine takes as long as it progresses.
 
         The server watches its engine, and ends where none can be had: there is one clock. Here only
-        a server that says nothing is given up.
+        a server that logs nothing is given up.
         """
         began = told = time.monotonic()
         detail = said = ""

@@ -1,7 +1,7 @@
 """The demo's tokenizer: byte-level BPE with single digits, trained on the corpus. Imports no torch.
 
 A prompt becomes ``<|user|> prompt <|assistant|>``: the tokenizer's post-processor adds both tokens,
-so that a raw prompt through /v1/completions is asked the same question as a chat of one user
+so that a raw prompt through /v1/completions poses the same question as a chat of one user
 message. An answer ends with ``<|end|>``.
 """
 
@@ -24,7 +24,7 @@ _NUM_EXAMPLES = 20_000
 
 CHAT_TEMPLATE = (
     # The model was trained on single questions: earlier messages, tools and results would only
-    # confuse it. It is asked the question again once a tool was called. Its calls, in Hermes'
+    # confuse it. It gets the question again once a tool was called. Its calls, in Hermes'
     # format, are made by their grammar.
     "{%- set turn = namespace(prompt=none, answer='', tools=tools) %}"
     "{%- for message in messages %}"

@@ -63,7 +63,7 @@ class TorchFacts:
 
 
 def check_python() -> Iterator[Check]:
-    """Check the interpreter, by what this package asks for."""
+    """Check the interpreter, by what this package requires."""
     found, wanted = (
         ".".join(map(str, sys.version_info[:3])),
         metadata.metadata("loraserve")["Requires-Python"] or ">=3.11",
@@ -104,7 +104,7 @@ def probe() -> TorchFacts:
     """Ask torch, in a child process and for so long at most.
 
     Raises:
-        OSError: it can't be started, doesn't answer, or breaks; the text says how.
+        OSError: it can't be started, doesn't answer, or breaks; the text explains how.
     """
     # keys are none of its business
     variables = {name: value for name, value in os.environ.items() if not name.upper().startswith("LORASERVE_")}

@@ -1,6 +1,6 @@
 """Kernels that compute a CPU's linears on this machine.
 
-Formats that are slower than float32 are told too. A process of its own tries them, which imports
+Formats that are slower than float32 are listed too. A process of its own tries them, which imports
 torch.
 """
 
@@ -23,7 +23,7 @@ Trying every format takes about 15 on two cores, and ten more while kernels are 
 
 _MODULE = "loraserve_kernels.cpu.linear.kernel_table"
 _HEADS = {"int4": ("int8",), "nf4": ("int8",)}
-"""Formats of the head, by the format of the layers beside it."""
+"""Formats of the head, by the format of the layers."""
 
 
 def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
         is_quick: only what a load would find.
 
     Raises:
-        OSError: the process can't be started, doesn't answer, or breaks; the text says how.
+        OSError: the process can't be started, doesn't answer, or breaks; the text explains how.
     """
     # keys are none of its business
     variables = {name: value for name, value in os.environ.items() if not name.upper().startswith("LORASERVE_")}

@@ -23,7 +23,7 @@ TIMEOUT_S = 3600.0
 of which most is the plain evaluation of its weights, twice.
 """
 BESIDE_BASE_BYTES = 2 * GIB
-"""Memory that measuring takes beside the base: blocks of weights, KV of 256 positions,
+"""Memory that measuring takes in addition to the base: blocks of weights, KV of 256 positions,
 and their logits three times.
 """
 _MODULE = "loraserve.engine.worker.rounding"
@@ -53,7 +53,8 @@ def measure(config: EngineConfig) -> RoundingCost:
     This takes as long as a start of the server and a minute or more.
 
     Raises:
-        OSError: the process can't be started, doesn't answer, or says what is wrong with the base.
+        OSError: the process can't be started, doesn't answer, or reports what is wrong with the
+        base.
     """
     # keys are none of its business
     variables = {name: value for name, value in os.environ.items() if not name.upper().startswith("LORASERVE_")}

@@ -274,6 +274,6 @@ def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expe
         )
     except ConfigError:
         return None
-    # its file says whether it has that rank in all of these modules, and nothing beside
+    # its file shows whether it has that rank in all of these modules, and nothing else
     is_uniform = abs(planned.file_bytes - version.size_bytes) <= 0.05 * version.size_bytes
     return planned.num_pages * arena.page_bytes if is_uniform else None

@@ -213,7 +213,7 @@ class EngineClient:
         Closing the generator aborts the request.
 
         Args:
-            output_token_ids: tokens that another engine made of it: this one goes on after them.
+            output_token_ids: tokens that another engine made of it: this one continues after them.
 
         Raises:
             as `generate`, but that nothing bounds the wait for the first token.
@@ -326,7 +326,7 @@ class EngineClient:
         return live
 
     def _leave(self, live: LiveRequest) -> None:
-        """End a request, however it ended; tell the engine unless it ended it."""
+        """End a request, however it ended; notify the engine unless it ended it."""
         self._live.pop(live.request.request_id, None)
         if not live.request.is_background:
             self._bounds.leave(live.request.tenant, has_begun=live.has_begun)

@@ -52,7 +52,7 @@ In an uninterruptible wait for a disk or a device it takes longer.
 _MAX_TICK_S = 0.25
 _TICKS_PER_TIMEOUT = 8
 _LOG_INTERVAL_S = 5.0
-"""Interval at which a long load logs its progress, beside each time it begins something else."""
+"""Interval at which a long load logs its progress, besides each time it begins something else."""
 
 _HINT = (
     "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is just slow, raise"
@@ -64,7 +64,7 @@ class EngineProcess:
     """Start ``loraserve.engine.worker.main``, exchange messages with it, notice when it hangs.
 
     A process hangs if its working thread reaches none of its marks (`loraserve.progress`) or sends
-    nothing for too long. A load or a step that goes on, however slowly, doesn't hang; nor does a
+    nothing for too long. A load or a step that progresses, however slowly, doesn't hang; nor does a
     process that waits for a core, on a busy machine or with a small share of one.
 
     Args:
@@ -297,7 +297,7 @@ class EngineProcess:
     def _receive(self) -> None:
         """Take the next message, and ask for another turn.
 
-        ZeroMQ's descriptor tells of messages once, however many there are. Readers have their turn
+        ZeroMQ's descriptor signals messages once, however many there are. Readers have their turn
         before the next one, so that a step's tokens aren't joined with another's where the server
         is late.
         """

@@ -43,7 +43,7 @@ _STABLE_S = 10.0
 _REPLAY_PATIENCE_S = 10.0
 """Seconds that a suspect is computed alone before the next one is sent."""
 _REPLAY_ALONE_S = 30.0
-"""Seconds that new requests wait while suspects are replayed; then they are sent beside them."""
+"""Seconds that new requests wait while suspects are replayed; then they are sent with them."""
 
 
 class EngineSupervisor:
@@ -270,7 +270,7 @@ class EngineSupervisor:
             self.is_up = False
             num_deaths = 1 if time.monotonic() - started > _STABLE_S else num_deaths + 1
             logger.error("the engine %s; %d requests are live", reason, len(self.live))
-            # a process that was stopped from outside says nothing against its requests
+            # a process that was stopped from outside is no evidence against its requests
             self._count_crash(is_suspicious=self._process is None or not self._process.was_stopped)
             if not await self._relaunch(num_deaths):
                 return

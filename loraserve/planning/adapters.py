@@ -42,7 +42,7 @@ class AdapterPlan:
     """An adapter, or as many alike as `count`, as the device will hold it.
 
     Attributes:
-        name: the directory's, or what was asked for.
+        name: the directory's, or what was requested.
         file_bytes: what is read of it and hashed at a load from disk.
         held: the dtype of its matrices on the device; None where it can't be held.
         packed_bytes: of its numbers as they are packed: what a copy of it takes of the host's
@@ -50,7 +50,7 @@ class AdapterPlan:
         num_pages: of the arena.
         num_tiles: of a GPU's tables; 0 on a CPU.
         is_upper_bound: it holds whole weights, of which only the rows are kept that aren't the
-            base's: which, only their numbers tell.
+            base's: which these are, only their numbers show.
         refusal: why it can't be served; None: nothing is known against it.
         rank_bytes: of each rank's part, where several processes share the base.
     """
@@ -298,7 +298,7 @@ def _refused(name: str, count: int, file_bytes: int, reason: str) -> AdapterPlan
 class DeviceFit:
     """Refuse adapters that an engine on one process' CPU can never hold.
 
-    A file says little about it: LoKr of 0.75 MB takes 108 MB as the low-rank update that steps
+    A file's size shows little of it: LoKr of 0.75 MB takes 108 MB as the low-rank update that steps
     compute. Other devices find out when they load the adapter for its certificate.
 
     Args:
@@ -351,14 +351,14 @@ class DeviceFit:
         """
         budget_bytes = self.stats().device_adapter_budget_bytes
         shape = shape_of(ir, base)
-        # of whole weights only the rows count that aren't the base's: a load tells
+        # of whole weights only the rows count that aren't the base's: a load finds out
         if base.device != "cpu" or not self.has_one_process or not budget_bytes or shape.is_upper_bound:
             return
         dtype = _ITEMS[_STORED[shape.stored] if self.adapter_dtype == "auto" else self.adapter_dtype]
         try:
             layout = lay_out(shape.sizes, num_layers=base.num_layers, module_shapes=base.module_shapes, dtype=dtype)
         except TensorMismatch:
-            # the load's error says more
+            # the load's error has more
             return
         num_bytes = layout.num_bytes(dtype, shape.num_norm_weights)
         if num_bytes > budget_bytes:

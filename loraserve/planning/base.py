@@ -64,7 +64,7 @@ class BasePlan:
         parts: of all processes, largest first.
         grid: the processes that share it.
         rank_bytes: of each process's part.
-        spec: as the server will have it, but for the digest, which only reading the weights tells:
+        spec: as the server will have it, but for the digest, which takes reading the weights:
             it is empty.
     """
 
@@ -103,12 +103,12 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     """Read the headers of the base's directory.
 
     Args:
-        config: what the engine would be told.
+        config: what the engine would get.
         device: cpu or cuda.
 
     Raises:
-        ConfigError: the device can't do what is asked, max_model_len is more than the model has, or
-            the checkpoint is quantized to something else.
+        ConfigError: the device can't do what is configured, max_model_len is more than the model
+            has, or the checkpoint is quantized to something else.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
             wrong with the directory, and where.
     """
@@ -208,7 +208,7 @@ def _parts(
         if cut.has_bias and any(module.has_bias for module in site.modules):
             yield names[site.kind], kept, bias_bytes * num_biases
     if blueprint.is_head_tied and stage.is_last:
-        # kept beside the embedding, in the order that products read
+        # kept in addition to the embedding, in the order that products read
         shape = place.modules["lm_head"]
         stored = blueprint.stored_embedding
         if stored is not None:

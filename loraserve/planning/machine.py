@@ -74,9 +74,9 @@ def _left_of(limit: str, use: str) -> int | None:
 def disk_rate(folder: Path, num_bytes: int = SAMPLE_BYTES) -> float:
     """Measure bytes per second of reading a file in `folder` and hashing it.
 
-    One follows the other as in a loader; the file is gone afterwards. The system is asked to forget
-    the file before it is read. Where it doesn't (a file system in memory, a disk with a cache of
-    its own), the rate is that cache's.
+    One follows the other as in a loader; the file is gone afterwards. The system is advised to
+    forget the file before it is read. Where it doesn't (a file system in memory, a disk with a
+    cache of its own), the rate is that cache's.
 
     Raises:
         StorageError: the folder can't be written or read.

@@ -1,6 +1,6 @@
 """``loraserve adapter verify, warm, pin, unpin``.
 
-They tell what a version answers, and whether its weights wait in memory.
+They show what a version answers, and whether its weights wait in memory.
 """
 
 from __future__ import annotations

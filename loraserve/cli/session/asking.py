@@ -55,7 +55,7 @@ class Asker:
             spoken: gets the text as it comes, so that a caller that is interrupted has it.
 
         Raises:
-            NoChatTemplate: a chat was asked for, or there is a system message.
+            NoChatTemplate: a chat was requested, or there is a system message.
         """
         spoken = SpokenText() if spoken is None else spoken
         if self.is_chat is not False:

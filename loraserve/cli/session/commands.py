@@ -73,7 +73,7 @@ class SessionState:
 
 
 class Commands:
-    """Run the commands of a session. A wrong one says what is right, and changes nothing."""
+    """Run the commands of a session. A wrong one changes nothing, and shows what is right."""
 
     def __init__(self, output: Output, client: Client, conversation: SessionState) -> None:
         self._output = output
@@ -82,7 +82,7 @@ class Commands:
         self._names: tuple[str, ...] | None = None
 
     def run(self, line: str) -> bool:
-        """Run a command; return whether the session goes on."""
+        """Run a command; return whether the session continues."""
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if word in _ENDS:

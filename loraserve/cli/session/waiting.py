@@ -19,7 +19,7 @@ FIRST_LOOK_S, LOOK_EVERY_S, LOOK_TIMEOUT_S = 1.5, 3.0, 2.0
 MAX_LOOKED_AT = 1000
 """Rows of the residency that a look reads at most."""
 LONG_LOAD_MS = 1000.0
-"""Time for an adapter's weights from which it is told after the answer too."""
+"""Time for an adapter's weights from which it is shown after the answer too."""
 
 
 def term_names(model: str) -> list[str]:
@@ -31,7 +31,7 @@ class WaitTeller:
     """Watch a request until its first token, and say on a terminal what it waits for.
 
     Each look is a request of its own, on another thread, with a short timeout. A look that fails
-    says nothing: the request itself will.
+    shows nothing: the request itself will.
     """
 
     def __init__(self, output: Output, url: str | None, tenant: str | None) -> None:

@@ -56,7 +56,7 @@ class HotVersions:
         self._resize(digest, num_present, now_s)
 
     def refresh(self, num_present: int, now_s: float) -> None:
-        """Shrink versions that aren't asked for any more."""
+        """Shrink versions that aren't requested any more."""
         for digest in list(self._hot):
             self._resize(digest, num_present, now_s)
 
@@ -85,6 +85,6 @@ class HotVersions:
         """Compute the shares from which on a version is hot, and up to which it is cold."""
         policy, scale = self._policy, 1.0
         if self.num_places:
-            # a replica's requests fill at most so many places with more than this share each
+            # a replica's requests fill at most that many places with more than this share each
             scale = max(1.0, 1 / (policy.hot_memory * self.num_places * policy.hot_share))
         return scale * policy.hot_share, scale * policy.cold_share

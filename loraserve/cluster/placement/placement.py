@@ -45,7 +45,7 @@ class LoadBounds:
 class Placement:
     """Policy and the demand that it has measured, of one router. One thread at a time.
 
-    `rank` changes nothing and the same state gives the same answer; `record` says which replica
+    `rank` changes nothing and the same state gives the same answer; `record` notes which replica
     took a request. Times are seconds of any clock that doesn't go back. Several routers need no
     common state: each measures shares of its own requests, and hashing makes them agree.
     """

@@ -115,7 +115,7 @@ class ReplicaCalls:
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
     async def tell_all(self, message: m.EngineInput) -> None:
-        """Send a message to every replica; one that is lost before it gets it knows nothing."""
+        """Send a message to every replica; one that is lost before it gets it does nothing."""
         try:
             await self.ask_all(message)
         except LoraserveError as error:

@@ -1,4 +1,4 @@
-"""Requests on replicas: what one has made of a request goes on at another if it is lost."""
+"""Requests on replicas: what one has made of a request continues at another if it is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 4
 """Replicas that may be lost under a request in a row, without a token, until it fails."""
 _MOVABLE = frozenset({EngineUnavailable.code, Overloaded.code})
-"""Codes with which a replica says that another should compute the request."""
+"""Codes with which a replica signals that another should compute the request."""
 _RETRY_S = 0.25
 _LAST_S = 30.0
 """Seconds in which a request's last output has to come after its replica is done with it."""
@@ -78,7 +78,7 @@ class ReplicaStreams:
         on_began: called with a request whose first output has come, of any replica.
 
     Attributes:
-        num_replays: requests that went on at another replica, by what became of theirs: lost,
+        num_replays: requests that continued at another replica, by what became of theirs: lost,
             moved.
     """
 

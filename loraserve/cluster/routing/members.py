@@ -1,4 +1,4 @@
-"""The replicas as one ingress knows them: what they report, and what was sent to them since."""
+"""The replicas as one ingress sees them: what they report, and what was sent to them since."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Members:
 
     @property
     def num_hot_versions(self) -> int:
-        """Versions with so many requests that they are on several replicas."""
+        """Versions whose share of the requests puts them on several replicas."""
         return len(self._placement.hot_versions)
 
     def num_open(self, replica_id: str) -> int:

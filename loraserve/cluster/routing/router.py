@@ -14,7 +14,7 @@ from loraserve.cluster.routing.members import members
 from loraserve.cluster.routing.routed_request import RoutedRequest
 
 PLACEMENT = "placement"
-"""Keyword argument of a call that says what the router may know of it."""
+"""Keyword argument of a call with what the router may use of it."""
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]

@@ -275,7 +275,7 @@ class Authenticator:
         They are sent in its name after the key is revoked too.
 
         Args:
-            key_id: key that asked for them.
+            key_id: key that requested them.
 
         Raises:
             TenantNotFound: the tenant is deleted.
@@ -312,7 +312,7 @@ class Authenticator:
             raise _bad_key()
         key, tenant = found
         if key.tenant_id is None:
-            # a role that only a newer program knows opens nothing
+            # a role that only a newer program has opens nothing
             if key.role is None or key.role not in ROLES:
                 raise _bad_key()
             caller = self._operator(key.id, key.role)

@@ -37,7 +37,7 @@ SHOWN_LENGTH = len(PREFIX) + 4
 
 TENANT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
 METRICS_SCOPE = "metrics:read"
-"""Metrics tell of all tenants: a key with this scope is an operator's, of whichever tenant,
+"""Metrics show all tenants: a key with this scope is an operator's, of whichever tenant,
 and opens nothing else.
 """
 OPERATOR_READ = "operator:read"

@@ -48,7 +48,7 @@ class TenantLimits:
 
     @classmethod
     def of_row(cls, value: Mapping[str, Any]) -> TenantLimits:
-        """Parse the limits of a row, ignoring those that only a newer program knows."""
+        """Parse the limits of a row, ignoring those that only a newer program has."""
         return cls(**{name: value[name] for name in LIMIT_NAMES if name in value})
 
 

@@ -126,10 +126,10 @@ class Admissions:
 
     Each of several servers grants its part of a limit on concurrent requests, and at least one. Of
     rates it grants its part at once, and the parts of servers on which the tenant is idle from the
-    first heartbeat on that told the others of the tenant's requests here. A server that begins to
-    be used starts with what is used elsewhere. So a burst gets no more than the rate on all servers
-    together, and at most one other part of each server on which it begins before that server heard
-    of what others lent.
+    first heartbeat on that notified the others of the tenant's requests here. A server that begins
+    to be used starts with what is used elsewhere. So a burst gets no more than the rate on all
+    servers together, and at most one other part of each server on which it begins before that
+    server heard of what others lent.
 
     Args:
         num_servers: returns the present number of servers, this one included.
@@ -427,7 +427,7 @@ class Admitted:
         self._num_prompt_tokens += num_prompt_tokens
 
     def count(self, num_new_tokens: int) -> None:
-        """Count the computed prompts and so many new tokens.
+        """Count the computed prompts and that many new tokens.
 
         Tokens beyond those reserved are charged at once.
         """

@@ -27,7 +27,7 @@ class Pauses:
         self._pauses: dict[str, _Pause] = {}
 
     def begin(self, tenant: str) -> None:
-        """Pause the tenant, or let its pause begin anew."""
+        """Pause the tenant, or let its pause begin again."""
         ends_at_s = self._clock() + self._max_s
         self._pauses.setdefault(tenant, _Pause(ends_at_s)).ends_at_s = ends_at_s
 

@@ -34,7 +34,7 @@ so that a tenant that fills its share doesn't lock them out.
 _RETRY_S = 1.0
 _IPV6_SITE_BITS = 64
 _KEY_SHARE = 3
-"""Most that one key may have, as a multiple of what its tenant may have beside it: of a tenant's
+"""Most that one key may have, as a multiple of what its tenant may have besides: of a tenant's
 share, a single key gets six sevenths.
 """
 
@@ -42,7 +42,7 @@ share, a single key gets six sevenths.
 class Shares:
     """Capacity of one kind, of which a holder may have as much as is free.
 
-    A single holder gets half of it, a second one at least a third, and beside n greedy holders the
+    A single holder gets half of it, a second one at least a third, and with n greedy holders the
     next one still finds 1 / (n + 1). A tenant's keys divide its share in the same manner. Nothing
     is reserved, and holders needn't be known beforehand.
 
@@ -50,7 +50,7 @@ class Shares:
         name: name in metrics.
         what: name of the held things in messages, in the plural.
         capacity: total amount.
-        max_per_holder: maximum for one holder, beside its share.
+        max_per_holder: maximum for one holder, whatever `share_of_free` allows.
         share_of_free: multiple of the free amount that a holder may have.
 
     Source: dynamic thresholds of switches' shared buffers (Choudhury and Hahne, IEEE/ACM ToN 1998).
@@ -98,7 +98,7 @@ class Shares:
         return not holder.key or self._held_by_key.get(holder, 0) + amount <= _KEY_SHARE * room
 
     def take(self, holder: Holder, amount: int = 1) -> None:
-        """Give the holder so much more, until `give_back`.
+        """Reserve `amount` for the holder until `give_back`.
 
         Raises:
             RateLimited: it would have more than its share.
