@@ -36,7 +36,7 @@ class Problems:
 
     @property
     def texts(self) -> list[str]:
-        """Every problem, for people."""
+        """Messages of the problems, for people."""
         return [
             message.replace(" {layers}", f" in {_ranges(layers)}" if layers else "")
             for (_, message), layers in self.by_message.items()

@@ -24,7 +24,7 @@ HIT, MISS, OFF = "hit", "miss", "off"
 _KEPT_BYTES = 512
 """Bytes of an answer in addition to its chunks: its key and its place in the cache."""
 _TOKEN_BYTES, _ENTRY_BYTES, _CANDIDATE_BYTES = 5, 48, 14
-"""What a token, the log probability of a token, and that of another likely token take written."""
+"""Bytes of a token, of its log probability, and of another likely token's, as written."""
 _ROOM_LEFT = 1 / 16
 """Part of the budget that is free after answers made room: they don't at each new one."""
 
@@ -127,7 +127,7 @@ class ResultCache:
         self._uses: WeakSet[CacheUse] = WeakSet()
         """Requests that may still add their answers."""
         self._most_bytes = 0
-        """No less than what is kept: more of it may be over."""
+        """Upper bound of what is kept: more of it may be over."""
         self.num_by_outcome = dict.fromkeys((HIT, MISS, OFF), 0)
         """Requests that used the cache, by what came of it."""
         self.num_replayed_tokens = 0
@@ -194,7 +194,7 @@ class ResultCache:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drop what is over, then the least recently used of whoever has most."""
+        """Drop what is over, then the least recently used of the tenant that has most."""
         sizes = {name: int(answers.currsize) for name, answers in self._by_tenant.items()}
         total, most = sum(sizes.values()), self._max_bytes
         if total > most:
@@ -234,7 +234,7 @@ class ResultCache:
 
 
 class CacheUse:
-    """What the cache is to one HTTP request: its answers, or a place for those that are made.
+    """Use of the cache by one HTTP request: its answers, or a place for those that are made.
 
     Attributes:
         outcome: hit, miss, or off where nothing may be kept.

@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 
 class LeaseHolder:
-    """One server's hold on the leases of a task that a single server does for all of them.
+    """Hold of one server on the leases of a task that a single server does for all of them.
 
     A lease saves work and guards nothing: the task must be safe when two servers do it.
 

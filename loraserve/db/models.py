@@ -244,7 +244,7 @@ BLOB_COLUMNS = (
 class StorageTotal(Base):
     """Total of a tenant's adapters and versions: of all, or of those that were deleted on a day.
 
-    Whoever changes their rows adds to it in the same transaction
+    Code that changes their rows adds to it in the same transaction
     (`loraserve.registry.storage_totals`).
     """
 
@@ -485,7 +485,7 @@ class ServerRow(Base):
 
 
 class BasePrecisionRow(Base):
-    """What rounding costs a base in one arithmetic, against its checkpoint in float32."""
+    """Cost of rounding for a base in one arithmetic, against its checkpoint in float32."""
 
     __tablename__ = "base_precisions"
 

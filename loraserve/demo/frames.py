@@ -33,7 +33,7 @@ ADAPTERS: Final[tuple[Style, ...]] = STYLES[1:]
 
 MAX_FRESH_PROMPTS = 10_000
 _HELD_OUT_SHARE = 8
-"""Every prompt in this many is never trained on, whatever the seed."""
+"""A prompt in this many is never trained on, whatever the seed."""
 
 
 class Frame(ABC):

@@ -1,4 +1,4 @@
-"""What a step takes by its number of rows, as measured."""
+"""Measured costs of steps by their number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine process: its start, sockets, liveness and end."""
+"""Engine process: its start, sockets, liveness and end."""
 
 from __future__ import annotations
 

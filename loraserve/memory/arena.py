@@ -1,4 +1,4 @@
-"""One pool of equal pages that the KV cache and adapters share.
+"""Pool of equal pages that the KV cache and adapters share.
 
 The least valuable idle content is evicted, in whichever cache it is.
 """
@@ -13,7 +13,7 @@ from loraserve.errors import InvariantViolation
 
 
 class Owner(StrEnum):
-    """What a page holds."""
+    """Content of a page."""
 
     KV = "kv"
     ADAPTERS = "adapters"
@@ -47,7 +47,7 @@ class EvictableCache(Protocol):
 
 
 class ArenaClient:
-    """One owner's access to the arena. Its cache is registered before any client allocates.
+    """Access of one owner to the arena. Its cache is registered before any client allocates.
 
     Attributes:
         num_allocated: pages that this client holds.

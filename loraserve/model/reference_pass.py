@@ -96,7 +96,7 @@ class Subject:
 
     @property
     def placed(self) -> list[tuple[tuple[int, ...], int]]:
-        """Each sequence with its first token whose logits are needed."""
+        """Sequences, each with its first token whose logits are needed."""
         starts = self.starts or [0] * len(self.sequences)
         return [(tuple(sequence), start) for sequence, start in zip(self.sequences, starts, strict=True)]
 

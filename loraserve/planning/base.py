@@ -83,7 +83,7 @@ class BasePlan:
 
     @property
     def places(self) -> list[RankPlace]:
-        """What each rank holds."""
+        """Content of each rank."""
         return list(self.grid.places(self.config))
 
     def kv_block_bytes(self, block_size: int) -> int:

@@ -75,7 +75,7 @@ class ArenaPlan:
 
     @property
     def max_adapter_pages(self) -> int:
-        """Most pages that adapters may take."""
+        """Maximum of pages that adapters may take."""
         return self.division.max_adapter_pages
 
     def kv_pages(self, num_blocks: int) -> int:

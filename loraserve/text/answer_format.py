@@ -25,7 +25,7 @@ cut off.
 ANY_WHITESPACE = r"[ \t\r\n]+"
 """White space between two tokens of JSON, as JSON itself has it."""
 ONE_LINE = ""
-"""No white space between two tokens of JSON but a space behind a comma or a colon."""
+"""White space in JSON: a space behind a comma or a colon alone."""
 SEPARATORS = (", ?", ": ?")
 """Regexes of what stands between two items, and between a name and its value, with `WHITESPACE` and
 `ONE_LINE`.

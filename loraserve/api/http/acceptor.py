@@ -32,7 +32,7 @@ _UNREAD_BYTES = 64 * 1024
 _PAUSE_S = 0.5
 """Seconds without accepting after the system had no descriptor or memory for a connection."""
 _MIN_HANDSHAKE_S = 0.1
-"""Least time for the remaining handshake of a client whose first record came late."""
+"""Minimum time for the remaining handshake of a client whose first record came late."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 

@@ -16,7 +16,7 @@ Source = Literal["x-forwarded-for", "forwarded", "proxy-protocol"]
 _V2_SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
 _MAX_V1_BYTES = 107
 _MAX_V2_BYTES = 4096
-"""Most of a header's addresses and fields. Those of cloud balancers have some hundred bytes."""
+"""Maximum of a header's addresses and fields. Those of cloud balancers have some hundred bytes."""
 _V2_LOCAL, _V2_PROXY = 0x20, 0x21
 _V2_TCP4, _V2_TCP6 = 0x11, 0x21
 

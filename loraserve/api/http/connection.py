@@ -27,8 +27,8 @@ _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
 """Fewest bytes that a reader takes of a full buffer until it is written to again."""
 MAX_PIECE_BYTES = _WRITE_BUFFER_BYTES // 4
-"""Most that is written of an answer at once: the connection sees the pace of its reader by pieces
-that it takes, not by an answer's end.
+"""Maximum that is written of an answer at once: the connection sees the pace of its reader by
+pieces that it takes, not by an answer's end.
 """
 _SEND_BUFFER_BYTES = 256 * KIB
 HEAD_SLACK = 2

@@ -63,7 +63,8 @@ async def resolve_model(
 
     Args:
         adapters: the sum, where `model` is the base alone.
-        user: end user, who stays on one version of a split; None: each request is drawn by itself.
+        user: end user, which stays on one version of a split; None: each request is drawn by
+        itself.
 
     Raises:
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.

@@ -37,7 +37,7 @@ class Sampling:
     logprobs: int | None
     prompt_logprobs: int | None
     grammar: Grammar | None = None
-    """What the answers have to be; None: any text."""
+    """Grammar of the answers; None: any text."""
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def params(self, *, max_tokens: int, seed: int, thinking: ThinkingBudget | None = None) -> SamplingParams:

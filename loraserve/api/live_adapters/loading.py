@@ -49,7 +49,7 @@ class PathLoadBody(LoadBody):
 
 @dataclass(frozen=True, slots=True)
 class LiveLoad:
-    """What a request loads, and how."""
+    """Load that a request describes."""
 
     name: str
     is_in_place: bool

@@ -63,7 +63,7 @@ class Place:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Those of `token_ids` that are output."""
+        """Tokens of `token_ids` that are output."""
         return [*self.request.token_ids[self.request.num_prompt_tokens :], *self.sampled]
 
     @property

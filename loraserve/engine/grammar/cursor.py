@@ -29,7 +29,7 @@ class GrammarCursor:
     method checks whether it is in one before it returns what is allowed, and raises then: a cursor
     that has raised follows nothing more.
 
-    Whoever calls it holds the lock of its grammar.
+    The caller holds the lock of its grammar.
 
     Attributes:
         matcher: llguidance's.

@@ -1,4 +1,4 @@
-"""What may be proposed for one request, and how often it was right."""
+"""Proposals for one request, and how often they were right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounding costs the base: its answers to a text, compared with the float base's.
+"""Cost of rounding for the base: its answers to a text, compared with the float base's.
 
 Measured while serving, when the server requests it, once for a base and its arithmetic.
 """

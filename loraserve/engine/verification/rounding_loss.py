@@ -1,4 +1,4 @@
-"""What rounding a base costs an adapter: its answers on the served base and on the float base."""
+"""Cost of rounding a base for an adapter: its answers on the served base and on the float base."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class PlacedAdapter:
 
 
 class AdapterDevice(Protocol):
-    """One device's memory for adapters.
+    """Memory of one device for adapters.
 
     Any thread may call `footprint` and `pack`, the step's thread alone the rest; nothing waits for
     the device.

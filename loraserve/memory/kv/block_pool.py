@@ -17,12 +17,12 @@ from loraserve.memory.arena import ArenaClient, Owner
 from loraserve.memory.kv.prefix_cache import Activation, BlockId, PrefixCache, PrefixKey
 
 MAX_VICTIM_CANDIDATES = 8
-"""Least recently released blocks, or groups of them, of which the least valuable is evicted."""
+"""Number of the longest idle blocks, or groups, of which the least valuable is evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How KV blocks lie in the pages of an arena.
+    """Layout of KV blocks in the pages of an arena.
 
     Blocks whose pages are allocated together are a group.
 

@@ -27,7 +27,7 @@ from loraserve.memory.timings import Timings
 from loraserve.types import Digest, Histogram
 
 MAX_VICTIM_CANDIDATES = 8
-"""Least recently used adapters of which the least valuable is evicted."""
+"""Number of the least recently used adapters of which the least valuable is evicted."""
 ASSUMED_LOAD_S = 2e-9
 """Seconds to load a byte, until one is measured."""
 
@@ -124,7 +124,7 @@ class DeviceCache:
 
     @property
     def free(self) -> Footprint:
-        """What adapters may still take; the KV cache may have it now."""
+        """Footprint that adapters may still take; the KV cache may have it now."""
         return self.device.limits - self.used
 
     @property

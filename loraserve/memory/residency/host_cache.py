@@ -21,7 +21,7 @@ MAX_LOOKED_AT = 64
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """One adapter in host memory.
+    """Adapter in host memory.
 
     Attributes:
         last_used_s: time of its last use, carried over from the device.

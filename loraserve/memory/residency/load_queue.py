@@ -17,7 +17,7 @@ HEAD_OF_LINE_GRACE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class PendingAdapter:
-    """One adapter in the queue.
+    """Adapter in the queue.
 
     Attributes:
         since_s: time of the first request for it.

@@ -1,4 +1,4 @@
-"""Where adapters are and how much memory they have, for operators and metrics."""
+"""Places of adapters and the memory that they have, for operators and metrics."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class BackendStep(Protocol):
 
 
 class LayersProgram(Protocol):
-    """All layers of a step on a CPU, computed as one. One thread at a time calls its methods."""
+    """Program of all layers of a step on a CPU. One thread at a time calls its methods."""
 
     def takes(self, kv: KVTensors) -> bool:
         """Check whether it reads this cache."""

@@ -17,7 +17,7 @@ from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 
 @dataclass(frozen=True, slots=True)
 class RowRounding:
-    """How kernels read rows that are rounded to int8.
+    """Form in which kernels read rows that are rounded to int8.
 
     Attributes:
         offset: what is added to the codes.

@@ -98,7 +98,7 @@ def _joined(items: Sequence[Item]) -> list[Item]:
 
 
 class StepKernels:
-    """All kernels of a base's steps of up to `capacity` rows, in order, with their buffers.
+    """Kernels of a base's steps of up to `capacity` rows, in order, with their buffers.
 
     Attributes:
         program: the kernels.

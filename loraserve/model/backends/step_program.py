@@ -1,4 +1,4 @@
-"""All layers of a step on a CPU as one program: the kernels between embedding and logits, in order.
+"""Program of all layers of a step on a CPU: the kernels between embedding and logits, in order.
 
 The decoder's own loop calls an operator at a time, each of which allocates its result and wakes its
 threads: of a step with one row that is most of the time. Here the buffers stay and the kernels'

@@ -134,7 +134,7 @@ class Blueprint:
 
     @property
     def stored_embedding(self) -> StoredWeight | None:
-        """How the embedding is stored; None: as floats."""
+        """Storage of the embedding; None: as floats."""
         return self.stored.get(_embedding_path(self.config))
 
     @property

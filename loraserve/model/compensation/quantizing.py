@@ -30,7 +30,7 @@ _MIN_TOKENS = 1024
 _KEPT = ("v_proj", "k_proj")
 """Linears whose bits count most: 6 % of SmolLM2-135M's weights, a quarter of its divergence."""
 _INT4_BITS, _MAX_BITS = 4 + 24 / 32, 5
-"""Of a weight; a group of 32 has a scale of two bytes and a zero of one."""
+"""Bits of a weight; a group of 32 has a scale of two bytes and a zero of one."""
 
 
 def quantize_checkpoint(request: QuantizeRequest, progress: Callable[[int, int], None]) -> QuantizeDone:

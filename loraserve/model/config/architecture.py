@@ -1,4 +1,4 @@
-"""One architecture of the decoder: what its checkpoint has, and what its config means.
+"""Architecture of the decoder: what its checkpoint has, and what its config means.
 
 All have RMSNorm, rotary positions, grouped-query attention and a gated MLP or experts.
 """

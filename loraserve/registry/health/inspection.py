@@ -39,7 +39,7 @@ class Inspected:
     num_extra_rows: int = 0
     """Rows of its embedding and head beyond the base's."""
     extras: VersionExtras | None = None
-    """What the version has apart from its config and its weights; `digest` covers it."""
+    """Extra files of the version, apart from its config and its weights; `digest` covers them."""
     files: ExtraFiles = NO_EXTRA_FILES
     """Files of `extras`: what was uploaded, less what is the base's."""
 

@@ -1,4 +1,4 @@
-"""One push: its files, its inspection, its blobs.
+"""Push: its files, its inspection, its blobs.
 
 It adds or repairs the row of its version.
 """

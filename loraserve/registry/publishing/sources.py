@@ -91,7 +91,7 @@ def _hub_address(text: str) -> HubAddress | None:
     """Parse a whole repository of an organisation; None: the text is nothing of the hub's.
 
     Raises:
-        InvalidRequest: it is another address there. Anyone can propose what lies below refs/
+        InvalidRequest: it is another address there. Any account can propose what lies below refs/
             (refs/pr/N), so that is one.
     """
     if not is_hub(text):

@@ -54,7 +54,7 @@ class Servers:
         self.told_at = -math.inf
         """Time of the last heartbeat: the others know what was used here before it."""
         self._rates: dict[str, dict[str, list[float]]] = {}
-        """What tenants use on the other servers, by their ids, as of the last look."""
+        """Usage of tenants on the other servers, by their ids, as of the last look."""
         self.num_live = 1
         """Number of live servers, this one included."""
         self._database = database

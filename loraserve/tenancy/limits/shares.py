@@ -34,7 +34,7 @@ so that a tenant that fills its share doesn't lock them out.
 _RETRY_S = 1.0
 _IPV6_SITE_BITS = 64
 _KEY_SHARE = 3
-"""Most that one key may have, as a multiple of what its tenant may have besides: of a tenant's
+"""Maximum that one key may have, as a multiple of what its tenant may have besides: of a tenant's
 share, a single key gets six sevenths.
 """
 

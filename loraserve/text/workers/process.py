@@ -21,13 +21,13 @@ _PLAIN_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHON
 
 
 class Death(StrEnum):
-    """What a process ended of."""
+    """Cause of a process's end."""
 
     MEMORY = "memory"
     STACK = "stack"
     TIME = "time"
     KILLED = "killed"
-    """By the system, which may have no memory left, or by an operator."""
+    """Killed by the system, which may have no memory left, or by an operator."""
     CRASH = "crash"
     """A bug: an exception, a panic, an abort."""
 

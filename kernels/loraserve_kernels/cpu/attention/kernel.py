@@ -246,7 +246,7 @@ def _following(args, sequence, head):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _attend(args):  # type: ignore[no-untyped-def]
-    """One thread's part of a step's attention: it claims tasks until none is left."""
+    """Compute a thread's part of a step's attention: it claims tasks until none is left."""
     q, q_row, q_head = load_int(args, Q), load_int(args, Q_ROW), load_int(args, Q_HEAD)
     out, out_row, out_head = load_int(args, OUT), load_int(args, OUT_ROW), load_int(args, OUT_HEAD)
     k, k_block, k_head = load_int(args, K), load_int(args, K_BLOCK), load_int(args, K_HEAD)

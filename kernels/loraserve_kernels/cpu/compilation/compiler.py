@@ -1,7 +1,7 @@
 """Compile kernels with numba into the machine's cache, or read them from it.
 
 Processes that need the same kernels at the same time share the work: each kernel has a lock, and
-who holds it compiles.
+its holder compiles.
 """
 
 # numba has no types

@@ -1,4 +1,4 @@
-"""Each row's likeliest token, which a greedy request takes."""
+"""Likeliest token of each row, which a greedy request takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each row's largest number, and whether all of the row is finite; compiled by numba."""
+"""Largest number of each row, and whether all of the row is finite; compiled by numba."""
 
 # numba has no types
 # mypy: disable-error-code="untyped-decorator"

@@ -32,7 +32,7 @@ from loraserve_kernels.gpu.tuning import tuned
 
 NO_WINDOW = 1 << 30
 MAX_CHUNK_REGISTERS = 255
-"""As many as a thread can have: two programs of four warps then fill a multiprocessor."""
+"""Registers of a thread, at their maximum: two programs of four warps then fill an SM."""
 COMBINE_WARPS = 2
 COMBINE_SPLITS = 16
 """Number of a row's splits that are loaded at a time."""
@@ -50,8 +50,8 @@ class AttendConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Of a thread; None: as many as the compiler takes. Left alone, ptxas 12.8 takes 168 for a
-    chunk's rows on sm_80, and keeps two numbers in memory.
+    """Registers of a thread; None: as many as the compiler takes. Left alone, ptxas 12.8 takes 168
+    for a chunk's rows on sm_80, and keeps two numbers in memory.
     """
 
 

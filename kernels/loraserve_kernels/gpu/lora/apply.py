@@ -48,7 +48,7 @@ twice as many columns would spill there).
 """
 
 FEW_PARTS = {16: 1, 32: 4}
-"""Most parts of a sum, by block_m, with which expand has narrow tiles."""
+"""Maximum of parts of a sum, by block_m, with which expand has narrow tiles."""
 
 REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
 REPLACE_CHUNK = 1024
