@@ -213,7 +213,7 @@ def compile_kernels(
 def prepare_adapters(dtype: torch.dtype) -> None:
     """Have the kernel of adapters in this dtype ready; it may take seconds, once on a machine.
 
-    A process beside this one compiles it, so that steps go on. No-op without numba.
+    A process beside this one compiles it, so that steps continue. No-op without numba.
     """
     if can_compile_apart():
         helper.compile_apart(_adapter_kernel(dtype))

@@ -26,10 +26,10 @@ _VERSION_TAG = b"loraserve version with extra files v1"
 _NUMBERS = ("r", "lora_alpha")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _FLAGS = ("use_rslora",)
-# Framed only where they say something, so that what was uploaded before they were known keeps its
+# Framed only where they are set, so that what was uploaded before they were known keeps its
 # digest.
 _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
-# They say which of all experts' parameters a tensor is for, in any order.
+# They list which of all experts' parameters a tensor is for, in any order.
 _PARAMETERS = "target_parameters"
 
 

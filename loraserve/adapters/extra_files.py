@@ -155,7 +155,7 @@ def with_tokenizer(extras: ExtraFiles, files: Mapping[str, bytes]) -> ExtraFiles
             f"The adapter's tokenizer can't be read: {error}.",
             hint="Save it again with tokenizer.save_pretrained(), or remove its files if training used the base's.",
         ) from None
-    # a summary is what a version is downloaded with; the files themselves say more
+    # a summary is what a version is downloaded with; the files themselves have more
     return extras if found is None else replace(extras, tokenizer=found)
 
 

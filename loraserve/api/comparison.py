@@ -94,7 +94,8 @@ class _Running(EventSource):
     async def close(self) -> None:
         for answer in self._answers:
             answer.leave()
-        # What still waits for the reader isn't read any more: the answers end once they may go on.
+        # What still waits for the reader isn't read any more: the answers end once they may
+        # continue.
         while any(not task.done() for task in self._tasks):
             while not self._queue.empty():
                 self._queue.get_nowait()

@@ -130,7 +130,7 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
 def generate_envelope(error: LoraserveError) -> dict[str, Any]:
     """Build ``{"error", "error_type", …}`` as LoRAX's and TGI's clients read it.
 
-    They choose an exception by ``error_type`` if they know it, otherwise by the status.
+    They choose an exception by ``error_type`` if they have one for it, otherwise by the status.
     """
     kind = next(kind for cls, kind in _GENERATE_TYPES if isinstance(error, cls))
     param = "parameters.adapter_id" if isinstance(error, errors.ModelNotFound) else getattr(error, "param", None)
@@ -148,7 +148,7 @@ def messages_envelope(error: LoraserveError, request_id: str | None) -> dict[str
     param = param or "model" if isinstance(error, errors.ModelNotFound) else param
     detail: dict[str, Any] = {"type": kind, "message": str(error), "code": error.code, "param": param}
     if isinstance(error, errors.UnsupportedParameter) and param == "thread":
-        # with this code, the clients' loops of tool calls go on without a thread
+        # with this code, the clients' loops of tool calls continue without a thread
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}
 

@@ -281,7 +281,7 @@ class CacheUse:
     async def replay(self, index: int, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Yield an answer's chunks as the engine gave them, but for where they come from."""
         for piece in self._answers[index]:
-            # as between two steps: other requests go on
+            # as between two steps: other requests continue
             await asyncio.sleep(0)
             yield Chunk(
                 text=piece.text,

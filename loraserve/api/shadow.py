@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PRIORITY = 1 << 20
-"""After every request of its tenant: clients can say 1000 at most."""
+"""After every request of its tenant: clients can set 1000 at most."""
 MAX_KV_USE = 0.75
 """Highest share of KV blocks in use at which copies run.
 

@@ -125,7 +125,7 @@ class BatchRun:
         """Check the input, or compute what is left of it and make its files.
 
         Raises:
-            LoraserveError: it can't go on now; it may later.
+            LoraserveError: it can't continue now; it may later.
         """
         try:
             await self._advance()

@@ -53,7 +53,7 @@ _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
 MAX_PROBLEMS = 5
-"""Problems of a refused adapter that people are shown, unless they ask for all."""
+"""Problems of a refused adapter that people are shown, unless all are requested."""
 _TOLD_WAIT_S = 0.3
 """Seconds from which a wait for another try is reported."""
 

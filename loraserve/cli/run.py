@@ -114,10 +114,10 @@ def run(
 
 
 def _prompt(prompt: str | None, format: Format | None) -> str | None:
-    """Read the prompt; None: a session is to ask for them.
+    """Read the prompt; None: a session is to prompt for them.
 
     Raises:
-        typer.BadParameter: there is none, and no terminal to ask at.
+        typer.BadParameter: there is none, and no terminal to prompt at.
     """
     if prompt is not None and prompt != "-":
         return prompt

@@ -258,7 +258,7 @@ class ClusterEngine:
             self._spawn(self._welcome(replica_id))
 
     def _move(self, replica_id: str) -> None:
-        """Let what a replica still computes go on at others, unless it is back."""
+        """Let what a replica still computes continue at others, unless it is back."""
         if replica_id in self._table.ids:
             return
         if not self._table.ids:

@@ -143,7 +143,7 @@ class Ingress:
         # Serve awaits it once no request is left
         if hasattr(self, "_starting"):
             self._starting.cancel()
-            # which ends what would go on for as long as it may
+            # which ends what would continue for as long as it may
             self._services.is_draining = True
             if self._door is not None:
                 await self._door.close(self._services.settings.grace_s)

@@ -60,7 +60,7 @@ ENVIRONMENT = {
 
 
 class ClusterState(Struct, frozen=True):
-    """State that other commands need to know of a running cluster."""
+    """State of a running cluster that other commands need."""
 
     pid: int
     url: str
@@ -202,7 +202,7 @@ class LocalCluster:
     def restart(self, settings: Settings, options: ClusterOptions) -> None:
         """Replace the ingress and the replicas one after the other, with these settings.
 
-        Streams go on: Serve lets the old ones drain. What makes the cluster itself stays: host,
+        Streams continue: Serve lets the old ones drain. What makes the cluster itself stays: host,
         port, data folder.
 
         Raises:

@@ -266,7 +266,7 @@ def _rest(add: m.AddRequest) -> GenerateRequest:
     )
 
 
-# one choice of kernels for all replicas: streams go on in the same arithmetic on any of them
+# one choice of kernels for all replicas: streams continue in the same arithmetic on any of them
 
 
 def _agreed_kernels(config: EngineConfig) -> tuple[KernelChoice, ...] | None:

@@ -21,7 +21,7 @@ _GAUGES = _LARGEST | {
     *("device_bytes", "kv_bytes_used", "kv_bytes_idle", "adapter_bytes_used", "adapter_bytes_idle", "free_bytes"),
     *("num_constrained", "num_grammars", "grammar_bytes", "speculation_bytes"),
 }
-"""Fields that say how it is now; the others count from an engine's start."""
+"""Fields of the present state; the others count from an engine's start."""
 _NEARNESS = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.DISK)
 
 

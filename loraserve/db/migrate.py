@@ -131,7 +131,7 @@ async def fill(url: str, revision: str, insert: Callable[[Connection], None]) ->
 
     Raises:
         ConfigError: the database isn't empty, or rows refer to rows that aren't there.
-        SchemaOutdated: this program doesn't know the revision.
+        SchemaOutdated: this program lacks the revision.
         DatabaseUnavailable
     """
     check_known(revision)

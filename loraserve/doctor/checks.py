@@ -1,4 +1,4 @@
-"""Checks and how they are run: one that raises has failed, and the others go on."""
+"""Checks and how they are run: one that raises has failed, and the others continue."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def check_packages() -> Iterator[Check]:
 
 
 def probe() -> TorchFacts:
-    """Ask torch, in a child process and for so long at most.
+    """Query torch, in a child process and with a time limit.
 
     Raises:
         OSError: it can't be started, doesn't answer, or breaks; the text explains how.

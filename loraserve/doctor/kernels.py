@@ -71,7 +71,7 @@ def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, .
 
 
 def check(found: dict[str, Any]) -> Iterator[Check]:
-    """Say what each format takes; warn where float32 is faster."""
+    """Report what each format takes; warn where float32 is faster."""
     for one in found["formats"]:
         ratios = ", ".join(f"{row['ratio']} at {row['rows']}" for row in one["rows"])
         how = f"{one['format']}: {one['arithmetic']} ({one['kernel']}, {one['instructions']})"

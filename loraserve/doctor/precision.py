@@ -30,7 +30,7 @@ _MODULE = "loraserve.engine.worker.rounding"
 
 
 def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[Check]:
-    """Say if this machine has no memory for another copy of the base.
+    """Report if this machine has no memory for another copy of the base.
 
     Args:
         base_bytes: what it takes resident.
@@ -83,7 +83,7 @@ def measure(config: EngineConfig) -> RoundingCost:
 
 
 def check(cost: RoundingCost) -> Iterator[Check]:
-    """Say what rounding costs, in all and by weights and activations alone.
+    """Report what rounding costs, in all and by weights and activations alone.
 
     Warn where it is much.
     """

@@ -149,7 +149,7 @@ def check_bases(url: str, served: str | None) -> Iterator[Check]:
 
     Args:
         served: the digest of the base that a server on this registry has; None: there is no such
-            server to ask.
+            server to query.
     """
     path = _path_of(url)
     if path is not None and not path.exists():

@@ -297,7 +297,7 @@ class Engine:
     def forget_texts(self, owner: TenantId, name: str | None, version: int | None) -> None:
         """Forget what a deleted version made, or all of a deleted adapter or tenant.
 
-        Running requests go on, and leave nothing either.
+        Running requests continue, and leave nothing either.
 
         Args:
             name: None: of all of the owner's adapters, and of its own requests.

@@ -95,7 +95,7 @@ class StepPipeline:
     def _num_left(self, scheduled: Sequence[ScheduledRequest]) -> int:
         """Compute how many steps may run on while the next is scheduled.
 
-        None may if that needs to know what this one samples, or how many tokens.
+        None may if that depends on what this one samples, or how many tokens.
         """
         if not self._overlap or not scheduled:
             return 0

@@ -149,7 +149,7 @@ class MeasureBase(Struct, frozen=True, tag="measure_base"):
 
 
 class QueryResidency(Struct, frozen=True, tag="residency"):
-    """Ask which adapters are in memory; answered by ResidencyReply.
+    """Query which adapters are in memory; answered by ResidencyReply.
 
     Attributes:
         only: adapters to look up; None: all.
@@ -195,7 +195,7 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):
-    """Report why the engine can't start or go on; it exits after this."""
+    """Report why the engine can't start or continue; it exits after this."""
 
     code: str
     message: str

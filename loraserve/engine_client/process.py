@@ -193,7 +193,7 @@ class EngineProcess:
             self._process.kill()
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Ask the process to stop, kill it after `grace_s`, and free sockets and files."""
+        """Request the process to stop, kill it after `grace_s`, and free sockets and files."""
         if self._process is not None and self._process.returncode is None:
             self.send(m.Shutdown())
             try:
@@ -295,7 +295,7 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._outputs.fileno())
 
     def _receive(self) -> None:
-        """Take the next message, and ask for another turn.
+        """Take the next message, and schedule another turn.
 
         ZeroMQ's descriptor signals messages once, however many there are. Readers have their turn
         before the next one, so that a step's tokens aren't joined with another's where the server

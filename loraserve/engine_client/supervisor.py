@@ -228,8 +228,8 @@ class EngineSupervisor:
             raise EngineUnavailable("The base model's files changed while the server ran.", hint="Restart the server.")
         self._base = ready.base
         self.device = ready.device
-        # chosen by measuring times: streams must go on in the same arithmetic in the engines that
-        # follow
+        # chosen by measuring times: streams must continue in the same arithmetic in the engines
+        # that follow
         self._config = msgspec.structs.replace(self._config, kernels=ready.kernels)
 
     async def _supervise(self) -> None:

@@ -43,7 +43,7 @@ class Decoder:
     """The base model, resident and immutable. One thread calls `forward`.
 
     Attributes:
-        spec: what others need to know of it.
+        spec: what others need of it.
         backend: the device that it is on, and how that computes.
         config: its shapes.
         kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes.

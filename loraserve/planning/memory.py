@@ -150,7 +150,7 @@ def load_bytes(config: EngineConfig, arena: ArenaPlan) -> int:
 def plan_arena(
     base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None, *, draft_kv_bytes: int = 0
 ) -> ArenaPlan:
-    """Say what the budget is and how it is divided.
+    """Describe what the budget is and how it is divided.
 
     Args:
         device_bytes: a GPU's memory in all; needed where no budget is given.

@@ -287,7 +287,7 @@ class Operations:
                             setattr(row, name, value)
                 return
             except LoraserveError as error:
-                # unreachable or full: without a retry the row would say forever that the operation
+                # unreachable or full: without a retry the row would show forever that the operation
                 # runs
                 logger.warning("the end of operation %s can't be written now: %s", operation_id, error)
                 await asyncio.sleep(_BEAT_S)

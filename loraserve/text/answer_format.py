@@ -88,10 +88,10 @@ class AnswerFormat(Struct, frozen=True):
         param: the request's field for it.
         is_lenient: parts of a schema that can't be enforced are ignored.
         has_no_more_properties: a schema's objects have the properties that are listed, where they
-            don't say otherwise.
+            don't set it.
         whitespace: regex of what may stand between two tokens of JSON; None: nothing. With
             `WHITESPACE` and `ONE_LINE`, `SEPARATORS` are between items.
-        has_bounded_numbers: numbers have few digits, where the schema doesn't say otherwise.
+        has_bounded_numbers: numbers have few digits, where the schema doesn't set it.
         around: Lark of the whole answer, in which this format is ``@answer``; empty: it is all.
         schemas: schemas that the Lark text or `around` refers to.
     """
@@ -215,7 +215,7 @@ def _quoted(text: str) -> str:
 def _lark_regex(regex: str) -> str:
     """Write the regex as it stands between slashes.
 
-    It is for the whole answer, so that anchors at its ends say nothing more.
+    It is for the whole answer, so that anchors at its ends add nothing.
     """
     from llguidance import regex_to_lark
 

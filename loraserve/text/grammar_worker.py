@@ -123,7 +123,7 @@ def _probe(matcher: LLMatcher, vocab_size: int) -> None:
 
     Raises:
         InvalidRequest: nothing satisfies the grammar, or it can't be followed.
-        GrammarDeadEnd: an answer that it allows to begin can neither go on nor end.
+        GrammarDeadEnd: an answer that it allows to begin can neither continue nor end.
         GrammarTooComplex: a mask takes longer than one may.
     """
     draw = random.Random(0)  # noqa: S311 (any tokens will do)

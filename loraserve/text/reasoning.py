@@ -11,7 +11,7 @@ from loraserve.text.tool_parsers.parser import Parser, ReasoningDelta, Steps, Te
 from loraserve.types import ThinkingBudget
 
 _SPACE = r"/[ \t\r\n]{0,8}/"
-"""White space after reasoning in a grammar: a model that is cut short may say nothing else."""
+"""White space after reasoning in a grammar: a model that is cut short may sample nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Ask for the cache line of element `index` of the array at `address`.
+    """Prefetch the cache line of element `index` of the array at `address`.
 
     Any address is allowed, mapped or not.
     """

@@ -103,7 +103,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def prefetch(builder: Any, address: Any, index: Any, kind: Any, *, is_once: bool = False) -> None:
-    """Ask for the cache line of element `index`; any address is allowed, mapped or not.
+    """Prefetch the cache line of element `index`; any address is allowed, mapped or not.
 
     Args:
         is_once: it isn't read again, so it needn't drive others out of the caches.
@@ -116,7 +116,7 @@ def prefetch(builder: Any, address: Any, index: Any, kind: Any, *, is_once: bool
 
 
 def prefetch_vectors(builder: Any, address: Any, index: Any, count: int, kind: Any) -> None:
-    """Ask for the cache lines of ``count · LANES`` elements from `index`, each once."""
+    """Prefetch the cache lines of ``count · LANES`` elements from `index`, each once."""
     for offset in range(0, count * LANES, LINE_BYTES // element_bytes(kind)):
         prefetch(builder, address, builder.add(index, const(offset)), kind)
 

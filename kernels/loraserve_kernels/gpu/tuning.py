@@ -117,7 +117,7 @@ def write(path: Path, device: str, kernels: Sizes, facts: Mapping[str, Any]) -> 
     """Write a file that `read` takes, whole or not at all.
 
     Args:
-        facts: what else a reader of the file should know: versions, the measured times.
+        facts: what else a reader of the file should see: versions, the measured times.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")

@@ -28,7 +28,7 @@ class FieldRule:
             empty object is none of these unless it stands here: of most, PEFT builds an object of
             defaults, which is as good as one that was filled.
         is_object: whether a refused field's value is an object in PEFT: then null and false alone
-            say nothing.
+            have no effect.
         parts: of an ignored field that holds an object: the keys that it may have. None: its value
             isn't looked at.
     """
@@ -147,7 +147,8 @@ def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | N
     """
     rule = table.get(name)
     if rule is None:
-        # two adjacent fields of a newer PEFT, switched off, are the common case: they say nothing
+        # two adjacent fields of a newer PEFT, switched off, are the common case: they have no
+        # effect
         if _is_off(value) or value in ("", []):
             return None
         return f"{shown(name)} = {shown(value)}: this field is unknown, and it may change the answers."

@@ -39,8 +39,8 @@ class _Parameters:
     """Settings of an mlx-lm config.
 
     Attributes:
-        num_layers: layers from the last one on that have tensors; None: the config doesn't say.
-        keys: modules inside a layer, or whole names; None: the config doesn't say.
+        num_layers: layers from the last one on that have tensors; None: the config lacks it.
+        keys: modules inside a layer, or whole names; None: the config lacks it.
         base: name of the base.
     """
 

@@ -61,7 +61,7 @@ _OTHER_FORMATS: tuple[tuple[bytes, str], ...] = (
 class TensorInfo:
     """Checked entry of the header.
 
-    Its bytes are ``begin:end`` of the body and as many as dtype and shape say.
+    Its bytes are ``begin:end`` of the body and as many as dtype and shape need.
     """
 
     name: str

@@ -11,7 +11,7 @@ from loraserve.limits import LIMITS
 
 _MAX_ID_LENGTH = 256
 _ERROR = "Error: "
-"""Prefix of a tool's result that is an error: chat templates have no other way to say so."""
+"""Prefix of a tool's result that is an error: chat templates have no other way to mark it."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's routes, and the chat that they ask for."""
+"""Bodies of Anthropic's routes, and the chat that they describe."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def count_tokens(
 class _MessageAnswer(ChatAnswer):
     """Message of the assistant's, or its events."""
 
-    # these clients know the last event by its name
+    # these clients recognize the last event by its name
     ending = b""
 
     def __init__(self, turn: ChatTurn, request_id: str) -> None:

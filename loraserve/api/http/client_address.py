@@ -1,4 +1,4 @@
-"""Address of a client behind proxies: what trusted ones say of it, in headers or before them."""
+"""Address of a client behind proxies: what trusted ones report of it, in headers or before them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 LAST_PRIORITY = 1 << 19
-"""Priority of requests in the background: after all that a client can ask for, before shadows'."""
+"""Priority of requests in the background: after all that a client can set, before shadows'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ async def resolve_model(
     Args:
         adapters: the sum, where `model` is the base alone.
         user: end user, which stays on one version of a split; None: each request is drawn by
-        itself.
+            itself.
 
     Raises:
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.

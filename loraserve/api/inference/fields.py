@@ -122,8 +122,8 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
 }
 """Fields of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's, Transformers', Ollama's and llama.cpp's
-requests that would change the answer and aren't implemented, with the values that ask for nothing,
-as null does. An empty value may ask for something: ``web_search_options: {}`` for a search,
+requests that would change the answer and aren't implemented, with the values that have no effect,
+as null does. An empty value may have one: ``web_search_options: {}`` for a search,
 ``thinking_token_budget: 0`` for no thought.
 """
 _NEUTRAL_ALONE: Mapping[str, tuple[object, ...]] = {"n": (1,), "container": (), "context_management": (), "thread": ()}

@@ -125,7 +125,7 @@ class InputReader:
             raise InvalidRequest(f"{param} is empty.", param=param)
         if len(token_ids) > base.max_model_len:
             raise self._too_long(str(len(token_ids)), param)
-        # a tokenizer may know tokens that the model lacks
+        # a tokenizer may have tokens that the model lacks
         check_token_ids(token_ids, self.tokenizer.num_ids(base.vocab_size), param)
         return Prompt(tuple(token_ids), text)
 

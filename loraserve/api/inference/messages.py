@@ -53,7 +53,7 @@ class _Reader:
             )
         if not isinstance(role, str) or role not in _ROLES:
             raise InvalidRequest(f"{param}.role should be one of {', '.join(_ROLES)}.", param=f"{param}.role")
-        # OpenAI renamed "system"; templates know the old name.
+        # OpenAI renamed "system"; templates use the old name.
         checked: dict[str, Any] = {
             "role": "system" if role == "developer" else role,
             "content": _read_content(message, role, f"{param}.content"),

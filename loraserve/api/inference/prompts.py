@@ -18,7 +18,7 @@ from loraserve.text.version_template import VersionTemplate
 
 T = TypeVar("T")
 _NUM_END_TOKENS = 64
-"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
+"""Tokens of a prompt's end that decide whether the answer begins with reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, keep: 
     token_ids = _kept(whole, keep)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
-    # The tokenizer may know tokens that were added after the model was trained, and that its logits
+    # The tokenizer may have tokens that were added after the model was trained, and that its logits
     # lack.
     check_token_ids(token_ids, reader.num_ids, param)
     return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)

@@ -169,7 +169,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """Check that the logits have these ids.
 
     Raises:
-        InvalidRequest: an id is not one of theirs (a tokenizer may know more tokens than the model
+        InvalidRequest: an id is not one of theirs (a tokenizer may have more tokens than the model
             has).
     """
     if token_ids and min(token_ids) >= 0 and max(token_ids) < vocab_size:

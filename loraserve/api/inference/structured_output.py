@@ -52,7 +52,7 @@ def read_answer_format(body: InferenceBody) -> AnswerFormat | None:
     """Read what the answers have to be; None: any text.
 
     Raises:
-        InvalidRequest: a field is wrong, or two of them say what the answers are.
+        InvalidRequest: a field is wrong, or two of them set what the answers are.
         UnsupportedParameter: a kind of answer that isn't implemented.
         PayloadTooLarge: a schema, given as a text, is over `limits.max_grammar_bytes`.
     """

@@ -122,7 +122,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
 class _GeneratedAnswer(StreamableAnswer):
     """Generated text with its details, or an event a token."""
 
-    # these clients read each line as an event, and know no end but the stream's
+    # these clients read each line as an event, and have no end but the stream's
     ending = b""
 
     def __init__(

@@ -24,7 +24,7 @@ class RequestTally:
     num_waiting: int = 0
     """Requests that wait for their first token now."""
     num_running: int = 0
-    """Requests past their first token that go on now."""
+    """Requests past their first token that continue now."""
     num_ended: int = 0
     num_failed: int = 0
     """Number of them that ended by an error."""

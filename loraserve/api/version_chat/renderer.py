@@ -26,7 +26,7 @@ OUTCOMES = (RENDERED, REFUSED, KILLED)
 
 
 class TemplateRenderer:
-    """Ask processes for prompts and for what templates are like.
+    """Have processes render prompts and inspect templates.
 
     Args:
         special_tokens: called when a process is made.
@@ -122,7 +122,7 @@ class TemplateRenderer:
         return answer
 
     async def _ask_twice(self, process: WorkerProcess, question: bytes) -> TemplateAnswer | None:
-        """Ask a new process again where another question may have spent or ended this one."""
+        """Send the question to a new process where another may have spent or ended this one."""
         answer = None
         for _ in range(2):
             was_new = not process.is_running

@@ -148,7 +148,7 @@ def show_version(output: Output, version: Version) -> None:
 
 
 def check_served(output: Output, version: Version) -> None:
-    """Check that the version is served; scripts must not go on as if it were.
+    """Check that the version is served; scripts must not continue as if it were.
 
     Raises:
         typer.Exit: it isn't.

@@ -128,7 +128,7 @@ class Asker:
 
 
 def tell_answer(output: Output, answer: Answer | None) -> None:
-    """Say what the answer's headers have that its reader should know."""
+    """Show what the answer's headers have that its reader should know."""
     if answer is None:
         return
     if answer.ignored:

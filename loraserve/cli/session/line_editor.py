@@ -32,7 +32,7 @@ class LineEditor:
     """Read what a person types.
 
     Args:
-        words: returns how the word at the cursor may go on, given the line up to its end.
+        words: returns how the word at the cursor may continue, given the line up to its end.
         history: file of the lines of earlier sessions, readable by its owner alone; None: none.
     """
 

@@ -1,4 +1,4 @@
-"""Say why an answer doesn't come yet: a refusal that is tried again, or weights that are loaded."""
+"""Show why an answer is late: a refusal that is tried again, or weights that are loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def term_names(model: str) -> list[str]:
 
 
 class WaitTeller:
-    """Watch a request until its first token, and say on a terminal what it waits for.
+    """Watch a request until its first token, and show on a terminal what it waits for.
 
     Each look is a request of its own, on another thread, with a short timeout. A look that fails
     shows nothing: the request itself will.
@@ -41,7 +41,7 @@ class WaitTeller:
 
     @contextmanager
     def watching(self, model: str) -> Iterator[None]:
-        """Say what the block waits for, while it does."""
+        """Show what the block waits for, while it does."""
         if not sys.stderr.isatty():
             yield
             return
@@ -54,7 +54,7 @@ class WaitTeller:
                 over.set()
 
     def tell_load(self, answer: Answer | None) -> None:
-        """Say how long the request waited for weights, if that was long."""
+        """Show how long the request waited for weights, if that was long."""
         took_ms = 0.0 if answer is None else _duration_ms(answer.server_timing, "adapter")
         if took_ms >= LONG_LOAD_MS and sys.stderr.isatty():
             self._output.note(f"({took_ms / 1000:.1f} s of the wait were for the adapter's weights.)")

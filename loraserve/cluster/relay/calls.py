@@ -75,7 +75,7 @@ class ReplicaCalls:
 
         Args:
             ref: adapter that it is about, by which the replica is chosen.
-            target: the replica to ask; None: any.
+            target: the replica to send it to; None: any.
             limit_s: seconds until it counts as away.
 
         Raises:

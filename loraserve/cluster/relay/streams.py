@@ -47,7 +47,7 @@ class _Attempt:
     """A request at one replica.
 
     Attributes:
-        ended: done with its last output; a `_Lost` if another replica has to go on.
+        ended: done with its last output; a `_Lost` if another replica has to continue.
     """
 
     def __init__(self, live: LiveRequest, on_began: Callable[[LiveRequest], None]) -> None:
@@ -101,11 +101,11 @@ class ReplicaStreams:
             attempt.lose(_Lost("it leaves"))
 
     def note_left(self, replica_id: str) -> None:
-        """Let what has no link yet to a replica that leaves go on at others."""
+        """Let what has no link yet to a replica that leaves continue at others."""
         self._links.forget(replica_id)
 
     def move(self, replica_id: str) -> None:
-        """Let what a replica still computes go on at others, at once."""
+        """Let what a replica still computes continue at others, at once."""
         for attempt in self._at(replica_id):
             attempt.lose(_Lost("it leaves", is_moved=True))
 
@@ -145,7 +145,7 @@ class ReplicaStreams:
         """Have one replica compute the request, until it ends or the replica is lost.
 
         Raises:
-            _Lost: another one has to go on.
+            _Lost: another one has to continue.
             LoraserveError: the request can't be computed anywhere.
         """
         # its own id: the replica before may still have it
@@ -189,7 +189,7 @@ class ReplicaStreams:
             attempt.take(output)
 
     def _note_link_ended(self, replica_id: str, reason: str | None) -> None:
-        """Open another link if there are requests; if it broke, let them go on elsewhere."""
+        """Open another link if there are requests; if it broke, let them continue elsewhere."""
         attempts = self._at(replica_id)
         if attempts and reason is None and replica_id in self._table.ids:
             self._links.ensure(replica_id)

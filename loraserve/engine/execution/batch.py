@@ -19,7 +19,7 @@ _NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class DeferredTokens(NamedTuple):
-    """Rows that wait for a token of the step in flight, which the host doesn't know yet.
+    """Rows that wait for a token of the step in flight, which the host doesn't have yet.
 
     Attributes:
         rows: [num_deferred] int64, ascending: indices into ``token_ids``, which holds 0 there.

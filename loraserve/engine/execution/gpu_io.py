@@ -35,7 +35,7 @@ class Top(NamedTuple):
 
 
 def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tensor) -> Top | None:
-    """Compute and send the log probabilities that the entries ask for; return None if none does."""
+    """Compute and send the log probabilities that the entries require; return None if none does."""
     counts = [entry.request.params.logprobs for entry in entries if entry.request.params.logprobs is not None]
     if not counts:
         return None

@@ -123,7 +123,7 @@ class Sampler:
         return results
 
     def _look_at_extra(self, logits: Tensor, batch: Batch, greedy: list[int]) -> None:
-        """Find the likeliest tokens of requests that may say tokens beyond the base's."""
+        """Find the likeliest tokens of requests that may sample tokens beyond the base's."""
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             own, constraint = self._own(entry.request, logits[start:end]), entry.request.constraint
             if start < end and own.shape[1] > self._vocab_size:

@@ -25,7 +25,7 @@ class StepRows:
     def token_ids(self, count: int, sampled: Tensor) -> Tensor:
         """Read the rows' tokens, [count] int64.
 
-        Those that the host didn't know are taken from `sampled`.
+        Those that the host didn't have are taken from `sampled`.
         """
         tokens, feeds = self._rows[0, :count], self._rows[3, :count]
         return torch.where(feeds >= 0, sampled[feeds.clamp_min(0)], tokens)

@@ -218,7 +218,7 @@ class Constraint:
         return False
 
     def look_ahead(self, token_ids: Sequence[int], wanted: int | None) -> bool:
-        """Move to the place after tokens that the request may say next, on the steps' thread.
+        """Move to the place after tokens that the request may sample next, on the steps' thread.
 
         From then on what is allowed is for that place, until `advance`.
 
@@ -381,7 +381,7 @@ class Constraint:
             self._wake()
 
     def _may_restart(self) -> bool:
-        """Forget the lexer that failed; return whether to go on with another.
+        """Forget the lexer that failed; return whether to continue with another.
 
         Not if one of the request's own failed after the same output.
         """

@@ -1,4 +1,4 @@
-"""Follow tokens with a matcher, also such as a request may say next, and go back."""
+"""Follow tokens with a matcher, also those that a request may sample next, and go back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MatcherFailed(Exception):
-    """Report that a matcher, or the lexer that it shares, can't go on."""
+    """Report that a matcher, or the lexer that it shares, can't continue."""
 
 
 Failure = MatcherFailed | GrammarDeadEnd

@@ -120,7 +120,7 @@ class Loaded(Struct, frozen=True, tag="loaded"):
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """The rank can't go on, and ends.
+    """The rank can't continue, and ends.
 
     Attributes:
         code: of the error; empty for one that isn't ours.

@@ -82,7 +82,7 @@ class Rate:
         self.num_unmade += 1
 
     def note(self, num_proposed: int, num_accepted: int) -> None:
-        """Note a proposal's result. Tokens after a wrong one say nothing."""
+        """Note a proposal's result. Tokens after a wrong one prove nothing."""
         num_verified = min(num_proposed, num_accepted + 1)
         decay = _DECAY**num_verified
         self.accepted = self.accepted * decay + num_accepted

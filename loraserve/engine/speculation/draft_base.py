@@ -18,7 +18,7 @@ from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.types import BaseSpec
 
 MAX_CATCH_UP = 256
-"""Rows of the draft base's first pass in a step, at most: a prompt that it doesn't know yet is
+"""Rows of the draft base's first pass in a step, at most: a prompt that it hasn't read yet is
 computed in several steps, so that others' next tokens don't wait for all of it.
 """
 

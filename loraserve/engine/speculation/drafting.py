@@ -20,7 +20,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_DRAFT_REQUESTS = 2
-"""Requests of a step beyond which a server doesn't ask the draft base.
+"""Requests of a step beyond which a server doesn't use the draft base.
 
 A busy machine's figures with four were 0.97 to 1.18 times the tokens per second for one that was
 right four times in five, and 0.71 to 0.79 for one that never was.
@@ -71,10 +71,10 @@ class DraftCandidate:
 
 
 class Drafting:
-    """Ask the draft base where that is expected to give more tokens per second than anything else.
+    """Use the draft base where that is expected to give more tokens per second than anything else.
 
     A pass of it takes what passes took before; each token that it proposes for some requests takes
-    one, and the step a row for each of them. The rates say how many are expected to be right.
+    one, and the step a row for each of them. The rates predict how many are expected to be right.
 
     Attributes:
         seconds: spent in the draft base.

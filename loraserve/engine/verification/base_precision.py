@@ -138,7 +138,7 @@ class BaseMeasurements:
         made = Reference(_NOBODY, [(text, 0) for text in texts])
         made.sequences.set_result(texts)
         reference.set_result(made)
-        # `close` may have come before it could say so
+        # `close` may have come before it could report it
         made.is_wanted = made.is_wanted and self._current is current
         self._evaluator.make_base(made)
 

@@ -171,7 +171,7 @@ class Verifier(StepListener):
         self.throttle.note(is_serving=bool(lengths), is_long=is_long)
 
     def on_idle(self) -> None:
-        """Let evaluations go on at once."""
+        """Let evaluations continue at once."""
         self.throttle.note(is_serving=False)
 
     def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:

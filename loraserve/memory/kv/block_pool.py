@@ -69,7 +69,7 @@ class BlockPool:
 
     A group of blocks is *unallocated* (its pages are not the KV cache's), *free* (all its blocks
     are), *idle* (none is held) or *held*. Dedicated groups lie behind the arena and are always the
-    KV cache's. Pages are allocated when no block is free, and freed when others want them: free
+    KV cache's. Pages are allocated when no block is free, and freed when others need them: free
     groups first, then idle ones that are worth less than what is idle elsewhere.
 
     Invariants (`check`):

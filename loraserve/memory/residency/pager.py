@@ -1,4 +1,4 @@
-"""Residency of adapters: bring them from the store to the device, and say where each is.
+"""Residency of adapters: bring them from the store to the device, and report where each is.
 
 The way of an adapter's bytes, each step in its module::
 
@@ -50,7 +50,7 @@ class Pager:
     copies nothing, and the two budgets add up. On a GPU the host cache keeps its copy of a resident
     adapter for as long as it has room: an eviction from the device moves nothing, and coming back
     is one copy. An adapter is resident once its copy has landed; until then its memory is taken,
-    and steps go on without it.
+    and steps continue without it.
 
     Loaded adapters that wait for the device are held in the host cache; where that has no room they
     are dropped, and read again when their turn comes. Beyond the two budgets, host memory holds
@@ -149,7 +149,7 @@ class Pager:
 
     @timed
     def request(self, ref: AdapterRef) -> Residency:
-        """Ask for an adapter on the device and start whatever is needed.
+        """Request an adapter on the device and start whatever is needed.
 
         Never block; a request repeats the call at will.
 

@@ -1,6 +1,6 @@
 """Reads of adapters to host memory while loaders are idle.
 
-They are those that requests in the queue will ask for, and those likely to be requested again.
+They are those that requests in the queue will need, and those likely to be requested again.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Backend(Protocol):
         ...
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
-        """Take what `begin` needs to know of the model; called once.
+        """Take what `begin` needs of the model; called once.
 
         Its layers' rotary embeddings are among it.
         """

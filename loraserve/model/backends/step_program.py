@@ -66,7 +66,7 @@ class StepProgram:
         self._max_positions = min(rotary.cos.shape[0] for rotary in rotaries) if rotaries else 1 << 62
         self._kernels: StepKernels | None = None
         self._kv: KVTensors | None = None
-        # rows and kept rows that the kernels' blocks say
+        # rows and kept rows in the kernels' blocks
         self._num_rows = (0, 0)
         self._has_adapters = self._has_norms = False
 
@@ -241,7 +241,7 @@ class StepProgram:
         return alive
 
     def _set_norms(self, kernels: StepKernels, lora: LoraPlan | None, kept: LoraPlan | None) -> list[object]:
-        """Write which rows have norms of their adapter's own; return the tables that say so."""
+        """Write which rows have norms of their adapter's own; return the tables of them."""
         alive: list[object] = []
         plans = [plan for plan in (lora, kept) if plan is not None and plan.has_norms]
         if not plans and not self._has_norms:

@@ -58,7 +58,7 @@ class SitePlan:
 
     Attributes:
         layer: 0 for the head.
-        name: as adapters know it; empty of experts and their router.
+        name: as adapters name it; empty of experts and their router.
         quantize: what float weights are rounded to; ``none``: they aren't.
     """
 

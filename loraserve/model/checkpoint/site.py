@@ -199,7 +199,7 @@ def make_site(
 
 
 def return_free_memory() -> None:
-    """Give back to the system what was freed.
+    """Release freed memory to the system.
 
     glibc keeps it otherwise, in pieces that the next tensors may not fit.
     """

@@ -1,6 +1,6 @@
 """Linears whose weights a checkpoint holds in 8 or 4 bits.
 
-The tables say in which tensors, and what these must be. Reads no weight and imports no torch.
+The tables list in which tensors, and what these must be. Reads no weight and imports no torch.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from loraserve_kernels.cpu.lora.layout import SITES
 class WholeWeights:
     """A base's weights as a process that held all of it would compute with them.
 
-    Any thread may ask.
+    Any thread may call it.
 
     Attributes:
         config: the base's.

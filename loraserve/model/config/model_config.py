@@ -75,7 +75,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that the decoder needs to know of a base model, but its weights.
+    """Everything that the decoder needs of a base model, but its weights.
 
     Attributes:
         sliding_windows: per layer, the window or None.

@@ -62,7 +62,7 @@ def _dynamic(fields: QuantizationFields, scheme: Scheme) -> Iterator[tuple[str, 
     """Yield the schemes of linears that ``dynamic`` gives other settings, in its order.
 
     A key is a regular expression that a path begins with, after ``+:``; linears of ``-:`` aren't
-    quantized, which their tensors say.
+    quantized, which their tensors show.
     """
     value = fields.get("dynamic")
     if not value:
@@ -122,7 +122,7 @@ def _extra(fields: QuantizationFields, scheme: Scheme) -> Iterator[tuple[str, Sc
     """Yield the schemes of linears that ``extra_config`` gives other settings.
 
     A key is a path, or a regular expression that a part of one matches; of 16 bits are linears that
-    aren't quantized, which their tensors say.
+    aren't quantized, which their tensors show.
     """
     value = fields.get("extra_config")
     if not value:

@@ -116,8 +116,8 @@ class QuantizationConfig:
         """Find how the weight of the linear at this path is stored; None: in a float dtype.
 
         A path is ``model.layers.0.self_attn.q_proj``, for example. With all methods but
-        compressed-tensors it's the answer for a linear whose tensors are quantized: the files say
-        which are, and the config may say otherwise.
+        compressed-tensors it's the answer for a linear whose tensors are quantized: the files show
+        which are, and the config may contradict them.
         """
         if self.by_path is not None:
             return self.by_path.get(path)

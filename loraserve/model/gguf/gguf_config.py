@@ -33,7 +33,7 @@ _YARN: Mapping[str, tuple[str, float]] = {
 }
 """Settings of yarn → field of config.json, and what it is where a file is silent."""
 _NOT_NORMED = ("OlmoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Architectures whose experts' probabilities aren't scaled to sum to 1; files don't say it."""
+"""Architectures whose experts' probabilities aren't scaled to sum to 1; files lack the flag."""
 _LAYERS_OF_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 """Layers of the models whose scores have another scale than those of their family."""
 
@@ -116,12 +116,12 @@ def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
     found: dict[str, Any] = {"sliding_window": None}
     if gguf.value("attention.sliding_window"):
         if architecture.window not in (Window.EVERY_LAYER, Window.BY_PATTERN, Window.BY_PATTERN_IF_SET):
-            # files don't say which layers have it
+            # files don't list the layers that have it
             raise gguf.refusal("attention.sliding_window", "none")
         found["sliding_window"] = gguf.count("attention.sliding_window")
         found |= _layer_types(gguf)
     if architecture.name in _LAYERS_OF_27B:
-        # files don't say it; the largest published models have another scale than the others
+        # files lack it; the largest published models have another scale than the others
         scalar = gguf.count("attention.key_length", 256)
         if gguf.count("block_count") == _LAYERS_OF_27B[architecture.name]:
             scalar = gguf.count("embedding_length") // gguf.count("attention.head_count")

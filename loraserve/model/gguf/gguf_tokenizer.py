@@ -48,7 +48,7 @@ _SPACE = "\u2581"
 _NAMES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_WORDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
-"""Tokens that end an answer whatever the file's own keys say, as llama.cpp takes them."""
+"""Tokens that end an answer whatever the file's own keys are, as llama.cpp takes them."""
 
 
 class GgufVocabulary:

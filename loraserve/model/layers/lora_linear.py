@@ -1,4 +1,4 @@
-"""Linears that know where they stand, so that adapters can be added to what they compute."""
+"""Linears with their site and layer, so that adapters can be added to what they compute."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class EphemeralAdapters:
         throttle: pauses uploads, and for less time loads, while an engine computes on this
             machine's processors.
         memory_bytes: memory for all of them; a tenant may have as much of it as is free.
-        ttl_s: seconds after a load at which a name is unloaded, if the load doesn't say.
+        ttl_s: seconds after a load at which a name is unloaded, if the load doesn't set it.
         monotonic: clock that measures the seconds.
     """
 

@@ -122,7 +122,7 @@ class Certificates:
         )
 
     async def check_upload(self, ref: AdapterRef) -> CertificateOutcome | None:
-        """Ask for the certificate of committed blobs that aren't a version yet.
+        """Request the certificate of committed blobs that aren't a version yet.
 
         Return None if nothing is verified. If the engine is unreachable or busy, the upload isn't
         refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` tries again,
@@ -293,7 +293,7 @@ class Certificates:
     async def _record_death(self, tenant: TenantId, name: str, number: int, actor: str) -> None:
         """Store in the version's missing certificate that the engine died.
 
-        So all servers know, also after restarts.
+        So all servers have it, also after restarts.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -385,7 +385,7 @@ def _uncertified(outcome: CertificateOutcome) -> AdapterUncertified:
 
 
 def _moved(checks: list[Mapping[str, Any]], row: AdapterVersion, base: BaseSpec) -> list[Mapping[str, Any]]:
-    """Update the checks of a version that is moved to `base`: what they say of its base is new."""
+    """Update the checks of a version that is moved to `base`: its base's entry is new."""
     detail = (
         f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request, "
         "after it was verified there"

@@ -1,6 +1,6 @@
 """Outcome of asking the engine for a certificate.
 
-It has its entry among a version's checks, and when to ask again.
+It has its entry among a version's checks, and when to verify again.
 """
 
 from __future__ import annotations

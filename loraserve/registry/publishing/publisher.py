@@ -352,7 +352,7 @@ class Publisher:
         return Stored(config_blob, weights_blob, is_uploaded=True)
 
     async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
-        """Ask for a certificate if the version is new or repaired.
+        """Request a certificate if the version is new or repaired.
 
         Return None if it has one or nothing is verified.
 

@@ -182,7 +182,7 @@ class _Folder:
 
 def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes]:
     try:
-        # Encoded data could go on forever without yielding a byte.
+        # Encoded data could continue forever without yielding a byte.
         headers = {**headers, "Accept-Encoding": "identity"}
         with httpx2.Client(timeout=_TIMEOUT) as client, closing(_follow(client, url, headers, address)) as answer:
             answer.raise_for_status()

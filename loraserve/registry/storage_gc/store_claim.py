@@ -2,7 +2,7 @@
 
 A registry records the store that it works on, and the store its registry. The store has a
 marker with the registry's id and the last *stamp* that the registry put there; the registry keeps
-the stamps that it made. A marker whose stamp it doesn't know is another registry's, or was put
+the stamps that it made. A marker whose stamp it doesn't have is another registry's, or was put
 there by a later state of this one, of which the database is a backup or a copy: such a store's
 blobs may be needed though no row here refers to them. A server makes a new stamp at its start and
 before each pass of the collector, so a database that went back further than that is found out. The
@@ -151,7 +151,7 @@ class StoreClaim:
     async def adopt(self, *, actor: str, is_dry_run: bool = False) -> Adoption:
         """Make the store this registry's, whatever its marker is.
 
-        With `is_dry_run`, say what that would change.
+        With `is_dry_run`, report what that would change.
 
         Raises:
             DatabaseUnavailable, StorageError

@@ -29,7 +29,7 @@ class TenantLimits:
     """Share of the memory for KV blocks and adapters, above 0 up to 1."""
     max_cached_bytes: int | None = None
     """Bytes of its answers that the result cache may keep. None: nothing either: keeping them is
-    for tenants that want it.
+    for tenants that need it.
     """
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class Pauses:
         self._pauses.setdefault(tenant, _Pause(ends_at_s)).ends_at_s = ends_at_s
 
     def end(self, tenant: str) -> None:
-        """Let the tenant's requests go on; no-op if it isn't paused."""
+        """Let the tenant's requests continue; no-op if it isn't paused."""
         pause = self._pauses.pop(tenant, None)
         if pause is not None:
             pause.ended.set()

@@ -52,7 +52,7 @@ class Servers:
         self.id = str(ULID())
         self.uses = uses
         self.told_at = -math.inf
-        """Time of the last heartbeat: the others know what was used here before it."""
+        """Time of the last heartbeat: the others have what was used here before it."""
         self._rates: dict[str, dict[str, list[float]]] = {}
         """Usage of tenants on the other servers, by their ids, as of the last look."""
         self.num_live = 1

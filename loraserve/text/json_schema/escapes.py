@@ -16,7 +16,7 @@ _ALL_ESCAPES = f"{SHORT_ESCAPES}u"
 _CODED = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _NEEDS_CODE = re.compile(f"[{_CODED}]")
 _MAY_NEED_CODE = re.compile(rf"[{_CODED}]|\\[xuUpPcav0]|cntrl")
-"""Patterns that may ask for a character which can only be written as a code."""
+"""Patterns that may require a character which can only be written as a code."""
 
 
 def allowed_escapes(root: Node, param: str, *, is_lenient: bool = False) -> str:

@@ -27,7 +27,7 @@ _UNENFORCED: Mapping[str, tuple[object, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
-"""Keywords that a grammar can't enforce, and their values that ask for nothing."""
+"""Keywords that a grammar can't enforce, and their values that have no effect."""
 
 _FORMATS = LLGUIDANCE_FORMATS | PATTERNS.keys()
 _UNENFORCED_FORMATS = frozenset(
@@ -50,7 +50,7 @@ def prepare(schema: object, param: str, *, is_lenient: bool = False, has_no_more
     Args:
         param: the field that it came in.
         is_lenient: leave out what can't be enforced.
-        has_no_more_properties: objects have the properties that are listed, where they don't say
+        has_no_more_properties: objects have the properties that are listed, where they don't set it
             otherwise.
 
     Raises:
@@ -118,7 +118,7 @@ def _leave_out(node: Node, path: Path, param: str, *, is_lenient: bool) -> None:
             raise UnsupportedParameter(f"{where}: {key} can't be enforced.", param=where, hint=_LENIENT_HINT)
         del node[key]
     if "if" not in node:
-        # they say nothing without it
+        # they have no effect without it
         node.pop("then", None)
         node.pop("else", None)
     name = node.get("format")

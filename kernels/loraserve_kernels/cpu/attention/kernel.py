@@ -79,7 +79,7 @@ ROW_TILE = 8
 CHUNK_BYTES = 16384
 """Keys, or values, that one head of a row reads before the next: they stay in a core's first cache.
 
-Processors fetch ahead of reads that go on from page to page; heads that take turns at each block
+Processors fetch ahead of reads that continue from page to page; heads that take turns at each block
 make them stop.
 """
 WORD = 8
@@ -179,7 +179,7 @@ def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-unty
 
 @numba.njit
 def _ask(blocks, number, lines, head, group):  # type: ignore[no-untyped-def]
-    """Ask for a head's share of the lines of a block; no-op where there is none of that number.
+    """Prefetch a head's share of the lines of a block; no-op where there is none of that number.
 
     `blocks` are as `_following` gives them, and counted from the first.
     """

@@ -234,9 +234,9 @@ def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
     """View a packed weight's own memory as blocks of its rows, each transposed.
 
     They are [num_blocks, in_features, rows of a block] float32; None where it is in another order.
-    oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps
-    them; on machines with AVX2 or AVX512 a block's rows are side by side, and whether they are is
-    seen by comparing all of them. Valid as long as `packed`.
+    oneDNN gives back whole matrices only, in new memory. It doesn't document in which order it
+    keeps them; on machines with AVX2 or AVX512 a block's rows are side by side, and whether they
+    are is seen by comparing all of them. Valid as long as `packed`.
 
     Args:
         weight: what was packed.

@@ -7,9 +7,9 @@ away; a thread that has spun for long offers its core to others, among which the
 for may be.
 
 A thread joins when it comes, in the middle of any kernel: while the system keeps one from a core,
-the others go on without it. One word has it all: which kernel runs, how many threads have joined,
-and how many of them have ended it. A thread that joins or ends changes the word from what it has
-read; the last to end a kernel begins the next.
+the others continue without it. One word has it all: which kernel runs, how many threads have
+joined, and how many of them have ended it. A thread that joins or ends changes the word from what
+it has read; the last to end a kernel begins the next.
 """
 
 # numba has no types

@@ -1,7 +1,7 @@
 """Plan of a step's attention as the GPU's kernels read it.
 
 It is one buffer at one address, filled once a step for all layers. The buffer is int32. Its first
-`HEADER` numbers say where its parts start (in elements of the buffer) and how long they are;
+`HEADER` numbers hold where its parts start (in elements of the buffer) and how long they are;
 kernels read them there, so one captured CUDA graph serves every mix of context lengths. The parts:
 
     items          eight numbers each: row0, num_rows, position of row0, sequence, split,

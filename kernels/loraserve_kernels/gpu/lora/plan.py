@@ -1,7 +1,7 @@
 """Mapping from a step's rows to adapters as the GPU's kernels read it.
 
 It is one buffer at one address, filled once a step for all layers. The buffer is int32. Its first
-`HEADER` numbers say, for each site in turn, how many work items there are, where they start, how
+`HEADER` numbers hold, for each site in turn, how many work items there are, where they start, how
 many row tiles there are and where they start (in elements of the buffer), and from `REPLACED_AT`
 on, for each site, how many pieces of work there are on rows that adapters have in the place of the
 base's; kernels read the counts there, so one captured CUDA graph serves every mix of adapters,

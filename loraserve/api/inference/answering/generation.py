@@ -55,7 +55,7 @@ class Generation:
         is_scoring: only the prompts' log probabilities are needed: the one token that the engine
             makes is left out.
         cache: answers that were kept, which are given in place of the engine's, or a place to keep
-            those; None: the request doesn't ask for it.
+            those; None: the request doesn't set it.
         max_live: requests that are in the engine at once; None: all.
     """
 
@@ -238,7 +238,7 @@ class Generation:
         return self._explained(error, self._requests[index])
 
     def _report_numerics(self, request: GenerateRequest) -> None:
-        """Report one numeric failure for the whole request: its choices ask the same question."""
+        """Report one numeric failure for the whole request: its choices pose the same question."""
         if request.adapter is not None and not self._has_reported_numerics:
             self._has_reported_numerics = True
             self._services.registry.numeric_failures.report(request.tenant, request.adapter)

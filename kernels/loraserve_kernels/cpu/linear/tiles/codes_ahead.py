@@ -41,7 +41,7 @@ class CodesAhead:
         self._step = builder.udiv(writer.const(step_bytes), num_parts)
 
     def ask(self) -> None:
-        """Ask for the codes of a step, past the end too; move on by a part of them."""
+        """Prefetch the codes of a step, past the end too; move on by a part of them."""
         writer, builder = self._writer, self._writer.builder
         at = builder.load(self._at)
         for offset in range(0, self._step_bytes, LINE_BYTES):

@@ -26,7 +26,7 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
     def run(args, kind):  # type: ignore[no-untyped-def]
         num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
         num_items = (num_rows + CHUNK - 1) // CHUNK * num_tiles
-        # where there is time to ask for the next tile, it is claimed early; but neither the first
+        # where there is time to prefetch the next tile, it is claimed early; but neither the first
         # ones nor the last: no thread may wait for another that holds two
         num_early = num_items - num_items // 4 if num_rows > ROWS else 0
         item, is_first = fetch_add(args, 1), True
