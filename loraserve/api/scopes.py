@@ -121,8 +121,8 @@ def _who_has(scope: str, caller: Caller) -> str:
 def bearer_key(request: Request) -> str:
     """Read the secret of ``Authorization: Bearer …``, or the password of ``Basic …``.
 
-    Without that header, the secret of Anthropic's ``x-api-key`` or Azure's ``api-key``: beside it,
-    it may be a gateway's.
+    Without that header, the secret of Anthropic's ``x-api-key`` or Azure's ``api-key``: together
+    with it, it may be a gateway's.
     Clients that send no key of their own, such as trainers, send as Basic what their URL holds:
     ``http://x:KEY@host``.
 

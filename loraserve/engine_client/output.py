@@ -46,7 +46,7 @@ class StopStrings:
         return text
 
     def _num_open(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that some stop string begins with."""
+        """Compute the length of the longest end of ``text`` that some stop string begins with."""
         longest, last = 0, text[-1:]
         for stop in self._stop if text else ():
             # each place of the text's last character may end a beginning

@@ -97,7 +97,7 @@ class ChatFormat:
     def shown(
         self, messages: list[dict[str, Any]], tool_use: ToolUse | None
     ) -> tuple[list[dict[str, Any]], tuple[Mapping[str, Any], ...] | None]:
-        """Return the messages and the tools as the template gets them."""
+        """Convert the messages and the tools to what the template gets."""
         tools = None if tool_use is None else tool_use.shown
         if not isinstance(self.tools, Generic):
             return messages, tools

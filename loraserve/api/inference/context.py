@@ -324,14 +324,14 @@ class InferenceContext:
         return self.prompts[index // self.body.n]
 
     def headers(self, first: Chunk | None) -> dict[str, str]:
-        """Return the headers of the response; `first` is its first chunk, if there is one yet."""
+        """Build the headers of the response; `first` is its first chunk, if there is one yet."""
         return response_headers(first, self.target, self.ignored)
 
 
 def response_headers(first: Chunk | None, target: TargetSelector, ignored: Sequence[str]) -> dict[str, str]:
-    """Return the headers of a response: its timing, who answered, and what was ignored.
+    """Build the headers of a response: its timing, what answered, and what was ignored.
 
-    Before the first chunk it isn't certain who answers, and there is no timing.
+    Before the first chunk it isn't certain what answers, and there is no timing.
     """
     if first is None:
         return ignored_header(ignored)

@@ -221,7 +221,7 @@ def _numeric_fields(model: type[BaseModel]) -> Mapping[str, type[int] | type[flo
 
 
 def _as_number(value: object, kind: type[int] | type[float]) -> object:
-    """Return the number that a text or a whole float stands for; any other value as it is."""
+    """Convert a text or a whole float to the number that it stands for; any other value stays."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value) if kind is float or not _INTEGER.fullmatch(value) else int(value)
     if kind is int and isinstance(value, float) and value.is_integer():

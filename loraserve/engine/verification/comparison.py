@@ -70,7 +70,7 @@ def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
 
 
 def extra_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple[int, ...]]:
-    """Return the token ids of probes of rows beyond the base's; none where an adapter has none.
+    """Choose the token ids of probes of rows beyond the base's; none where an adapter has none.
 
     Each row but the first and the last few is seen in its logits alone.
     """
@@ -250,7 +250,7 @@ def judge(
 def judge_extra(
     certificate: Certificate, answers: Sequence[Tensor], reference: Sequence[Tensor], *, dtype: str
 ) -> Certificate:
-    """Return a passed certificate with the comparison of rows beyond the base's.
+    """Add the comparison of rows beyond the base's to a passed certificate.
 
     The base has no logits of them, and so no effect to compare: each logit is allowed the
     certificate's tolerance and ε of the largest one.

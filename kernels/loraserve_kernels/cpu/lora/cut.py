@@ -19,7 +19,7 @@ from loraserve_kernels.common.sites import ModuleShapes
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, SHIFT, ModuleSize, PackedLayout, lay_out
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""Returns so many zeros."""
+"""Function that allocates that many zeros."""
 
 
 def lay_out_part(

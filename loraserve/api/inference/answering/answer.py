@@ -21,7 +21,7 @@ class Answer(ABC):
 
     @abstractmethod
     def headers(self, first: Chunk | None) -> dict[str, str]:
-        """Return the response's headers, given the first chunk of any choice.
+        """Build the response's headers, given the first chunk of any choice.
 
         None: a stream begins before it, and what answers isn't certain yet.
         """

@@ -165,7 +165,7 @@ class ChatTurn:
         Args:
             prefix: what its id begins with.
             names: a chat's fields that the route calls otherwise, for the ignored ones.
-            num_more_bytes: size of what was read beside the request's body.
+            num_more_bytes: size of what was read in addition to the request's body.
 
         Raises:
             LoraserveError: as `ChatPrompt.read`.
