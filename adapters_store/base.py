@@ -20,7 +20,7 @@ NUM_FIRST_BYTES = 8
 
 
 def check_digest(digest: str) -> Digest:
-    """Return `digest` if it is 64 lower-case hex digits.
+    """Check that `digest` is 64 lower-case hex digits, and return it.
 
     Nothing else may become part of a path or key.
 
@@ -33,7 +33,7 @@ def check_digest(digest: str) -> Digest:
 
 
 def corrupt(digest: Digest, num_bytes: int, found: str) -> BlobCorrupt:
-    """Return the error for a blob whose bytes have another hash."""
+    """Build the error for a blob whose bytes have another hash."""
     return BlobCorrupt(
         f"The blob {digest} is corrupt: its {num_bytes:,} bytes hash to {found}.",
         hint="Upload the adapter again, or restore the blob from a backup.",
@@ -92,7 +92,7 @@ class StagedBlob(Protocol):
         ...
 
     def read(self) -> memoryview:
-        """Return everything written so far, verified, maybe read-only.
+        """Read everything written so far, verified, maybe read-only.
 
         Raises:
             StorageError: the file can't be read or has changed; the blob can only be discarded.
@@ -138,7 +138,7 @@ class BlobStore(Protocol):
         ...
 
     def read(self, digest: str) -> memoryview:
-        """Return the blob's bytes, verified against `digest`, in writable memory of the caller.
+        """Read the blob's bytes, verified against `digest`, into writable memory of the caller.
 
         Raises:
             BlobNotFound: there is no such blob.
@@ -158,7 +158,7 @@ class BlobStore(Protocol):
         ...
 
     def num_bytes(self, digest: str) -> int:
-        """Return the blob's stored size, without verifying its bytes.
+        """Look up the blob's stored size, without verifying its bytes.
 
         Raises:
             BlobNotFound: there is no such blob.
@@ -166,7 +166,7 @@ class BlobStore(Protocol):
         ...
 
     def exists(self, digest: str) -> bool:
-        """Return whether the blob exists, without verifying its bytes."""
+        """Check whether the blob exists, without verifying its bytes."""
         ...
 
     def delete(self, digest: str) -> bool:
@@ -185,7 +185,7 @@ class BlobStore(Protocol):
         ...
 
     def read_marker(self) -> bytes | None:
-        """Return the store's marker; None if there is none.
+        """Read the store's marker; None if there is none.
 
         At most `MAX_MARKER_BYTES` + 1 bytes of it are returned.
 

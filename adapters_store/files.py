@@ -18,13 +18,13 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def fresh_memory(num_bytes: int) -> memoryview:
-    """Return writable memory from fresh kernel pages.
+    """Map writable memory from fresh kernel pages.
 
     It is zeroed once, allocated when written to, and freed with the last view.
     """
     if not num_bytes:
         return memoryview(bytearray())
-    # private: shared pages are a file's, which knows no huge ones
+    # private: shared pages are a file's, which has no huge ones
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         # a fault for each 4 KiB takes longer than reading them; where the kernel has no huge pages,

@@ -58,7 +58,7 @@ class LocalStore:
             self._staging_fd = _make_folder(_STAGING, self._root_fd)
         except OSError as error:
             raise ConfigError(f"The store {root} can't be opened: {error.strerror}.") from error
-        # folders whose own entry this process knows to be on disk
+        # folders whose own entry this process has seen on disk
         self._durable: set[str] = set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -70,7 +70,7 @@ class LocalStore:
             name = secrets.token_hex(16)
             with storage_errors("A staged file can't be created"):
                 fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._staging_fd)
-                # The lock says that its writer lives; a sweep that came first has unlinked the
+                # The lock shows that its writer lives; a sweep that came first has unlinked the
                 # file.
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.fstat(fd).st_nlink:
@@ -115,7 +115,7 @@ class LocalStore:
         except BlobNotFound:
             return False
         except BlobCorrupt:
-            # something is there, though it isn't a plain file; `read` says so
+            # something is there, though it isn't a plain file; `read` reports it
             return True
         return True
 
@@ -217,7 +217,7 @@ class LocalStore:
         except OSError:
             found = None
         if found is None or (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
-            # said to tenants too: the path goes to the log alone
+            # shown to tenants too: the path goes to the log alone
             logger.error("the store's folder %s was moved or replaced while the server ran", self.root)
             raise StorageError(
                 "The store's folder was moved or replaced while the server ran; nothing was stored.",
@@ -273,7 +273,7 @@ class LocalStore:
             faults.hit("blob.after_folder_fsync")
             self._check_place()
         except OSError:
-            # Not known to be on disk. The next attempt must make these entries anew, not fsync the
+            # Not known to be on disk. The next attempt must recreate these entries, not fsync the
             # same ones again.
             with suppress(OSError):
                 if is_there and is_new:
@@ -359,7 +359,7 @@ def _make_folder(name: str, parent_fd: int) -> int:
 
 
 def _names(folder: Path, length: int) -> list[str]:
-    """Return the entries of `folder` that are hex of that length; none if the folder is gone."""
+    """List the entries of `folder` that are hex of that length; none if the folder is gone."""
     try:
         return [n for n in os.listdir(folder) if len(n) == length and not n.strip("0123456789abcdef")]
     except (FileNotFoundError, NotADirectoryError):

@@ -77,7 +77,7 @@ class MemoryBlob:
         self._num_weights_bytes += len(view)
 
     def read(self) -> memoryview:
-        """Return the weights, read-only, without copying them.
+        """Map the weights, read-only, without copying them.
 
         Raises:
             StorageError: it is closed, or the memory can't be mapped.
@@ -132,7 +132,7 @@ class MemoryBlob:
 
 
 def read_memory(file: MemoryFile, config: Digest, weights: Digest) -> tuple[memoryview, memoryview]:
-    """Return the config and the weights in `file`, each verified against its digest.
+    """Map the config and the weights in `file`, each verified against its digest.
 
     Both are in writable memory of the caller, which is shared with the file until it is written to.
 
@@ -154,7 +154,7 @@ def read_memory(file: MemoryFile, config: Digest, weights: Digest) -> tuple[memo
 
 
 def read_extra_bytes(file: MemoryFile, offset: int, extra: ExtraFile) -> bytes:
-    """Return an extra file in `file`, verified against its digest.
+    """Read an extra file in `file`, verified against its digest.
 
     Args:
         offset: of its first byte behind the config.

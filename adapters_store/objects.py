@@ -209,11 +209,11 @@ class ObjectStore:
                 # finds out
                 logger.warning("the store %s has no conditional writes: %s", self._url, _first_line(error))
                 obstore.put(self._bucket, MARKER, data, use_multipart=False)
-        # what the service says isn't enough: some take a condition and don't heed it
+        # the service's word isn't enough: some take a condition and don't heed it
         return self._read_marker()[0] == data[: MAX_MARKER_BYTES + 1]
 
     def _read_marker(self) -> tuple[bytes | None, str | None]:
-        """Return the marker's bytes and its ETag."""
+        """Read the marker's bytes and its ETag."""
         try:
             with bucket_errors("marker"):
                 found = obstore.get(self._bucket, MARKER)
@@ -265,7 +265,7 @@ class ObjectStore:
             faults.hit("blob.after_put")
 
     def _fetch(self, digest: Digest) -> tuple[int, Iterator[bytes]]:
-        """Return the object's size and its bytes in pieces, all of one state.
+        """Fetch the object's size and its bytes in pieces, all of one state.
 
         Some pieces are fetched ahead.
 
@@ -274,7 +274,7 @@ class ObjectStore:
                 later ones.
         """
         if digest == _EMPTY:
-            # a range of nothing can't be asked for
+            # a range of nothing can't be requested
             self.num_bytes(digest)
             return 0, iter(())
         with storage_errors(f"The blob {digest} can't be read"):
@@ -333,7 +333,7 @@ def _key(digest: Digest) -> str:
 
 def _check_length(data: bytes, expected: int) -> bytes:
     if len(data) != expected:
-        # said of the answer, not of the object: that would condemn it
+        # an error of the answer, not of the object: that would condemn it
         raise StorageError(f"The object store returned {len(data)} bytes; {expected} were requested.")
     return data
 
@@ -351,7 +351,7 @@ def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the error's message without the library's debug output."""
+    """Cut the library's debug output from the error's message."""
     return str(error).partition("\n\nDebug source")[0]
 
 
@@ -380,7 +380,7 @@ def bucket_errors(digest: str) -> Iterator[None]:
 
 
 def open_object(bucket: str, prefix: str, name: str) -> tuple[int, Iterator[bytes]]:
-    """Return the size and the bytes, in pieces, of the object `name` below the prefix.
+    """Fetch the size and the bytes, in pieces, of the object `name` below the prefix.
 
     All are of one state of it.
 

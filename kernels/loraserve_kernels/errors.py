@@ -1,6 +1,6 @@
 """Errors of the kernels.
 
-They are plain ValueErrors: this package knows nothing of loraserve's error tree.
+They are plain ValueErrors: this package doesn't use loraserve's error tree.
 """
 
 from __future__ import annotations

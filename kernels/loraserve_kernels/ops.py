@@ -30,9 +30,9 @@ def apply_lora(
 ) -> None:
     """Turn `y` from ``W x + bias`` into what the row's adapter makes of it, in place.
 
-    `modules.LoraModule` says what that is. It is done for every row that has an adapter and every
-    slice of the site; other rows stay as they are. The order is: columns whose rows of W the
-    adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside
+    `modules.LoraModule` defines what that is. It is done for every row that has an adapter and
+    every slice of the site; other rows stay as they are. The order is: columns whose rows of W the
+    adapter has replaced are recomputed, ``B diag(scaling) A x`` is added, what is there apart from
     the bias is multiplied by 1 + δ, and the bias delta is added.
 
     Args:
@@ -150,7 +150,7 @@ def apply_expert_lora(x: Tensor, y: Tensor, segments: Sequence[cpu_experts.Exper
 
 
 def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
-    """Return whether the plan is of the rows' kind of device.
+    """Check whether the plan is of the rows' kind of device.
 
     In Triton's interpreter a GPU's plan is on the CPU.
     """
@@ -168,7 +168,7 @@ def warm_up(adapter_dtype: torch.dtype) -> None:
 
 
 def can_compile_apart() -> bool:
-    """Return whether processes share compiled kernels here: there is a folder for them."""
+    """Check whether processes share compiled kernels here: there is a folder for them."""
     return cpu_lora.HAS_NUMBA and kernel_cache() is not None
 
 
@@ -213,7 +213,7 @@ def compile_kernels(
 def prepare_adapters(dtype: torch.dtype) -> None:
     """Have the kernel of adapters in this dtype ready; it may take seconds, once on a machine.
 
-    A process beside this one compiles it, so that steps go on. No-op without numba.
+    A process beside this one compiles it, so that steps continue. No-op without numba.
     """
     if can_compile_apart():
         helper.compile_apart(_adapter_kernel(dtype))

@@ -43,7 +43,7 @@ def compile_adapter(
     *,
     reserve: Reserve = lambda num_bytes: None,
 ) -> AdapterIR:
-    """Return the adapter in the base's terms.
+    """Compile the adapter into the base's terms.
 
     Its arrays are those of `tensors`, or slices of them; rows are copied only where they had to be
     reordered.
@@ -104,7 +104,7 @@ def _unfold(adapter: AdapterIR | FoldedAdapter, reserve: Reserve) -> AdapterIR:
 
 
 def _split_head(tensors: Mapping[str, TensorView]) -> tuple[TensorView | None, dict[str, TensorView]]:
-    """Return the head's weight, if the file has one, and all other tensors."""
+    """Separate the head's weight, if the file has one, from all other tensors."""
     return tensors.get(_HEAD), {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 

@@ -12,7 +12,7 @@ _TAG = b"loraserve composition v1"
 
 
 def merged(parts: Iterable[AdapterPart]) -> tuple[AdapterPart, ...]:
-    """Return the same sum with each adapter in it once, by digest.
+    """Merge parts of the same adapter, by digest, into one of the same sum.
 
     Those whose weights add up to nothing are left out. Neither the order of `parts` nor another
     tenant's adapter of the same digest changes a bit of the weights.
@@ -28,7 +28,7 @@ def merged(parts: Iterable[AdapterPart]) -> tuple[AdapterPart, ...]:
 
 
 def composition_digest(parts: Iterable[AdapterPart]) -> Digest:
-    """Return the identity of a weighted sum.
+    """Hash the identity of a weighted sum.
 
     It is a SHA-256 over the digests of `merged` parts and their weights' bits, framed. Equal
     exactly where these are.

@@ -26,17 +26,17 @@ _VERSION_TAG = b"loraserve version with extra files v1"
 _NUMBERS = ("r", "lora_alpha")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _FLAGS = ("use_rslora",)
-# Framed only where they say something, so that what was uploaded before they were known keeps its
+# Framed only where they are set, so that what was uploaded before they were known keeps its
 # digest.
 _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
-# They say which of all experts' parameters a tensor is for, in any order.
+# They list which of all experts' parameters a tensor is for, in any order.
 _PARAMETERS = "target_parameters"
 
 
 def adapter_digest(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], *, pause: Callable[[], object] = lambda: None
 ) -> Digest:
-    """Return the identity of an adapter that `compile_adapter` has accepted.
+    """Hash the identity of an adapter that `compile_adapter` has accepted.
 
     Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes,
     bytes) and the same config fields that decide the arithmetic; the trainer, the dropout and the
@@ -69,7 +69,7 @@ def adapter_digest(
 
 
 def version_digest(adapter: Digest, extras: ExtraFiles) -> Digest:
-    """Return the identity of a version: of the adapter alone if it has no extra files.
+    """Hash the identity of a version: of the adapter alone if it has no extra files.
 
     Otherwise it covers the extra files' bytes and the parsers' names too, each framed.
     """
@@ -107,12 +107,12 @@ def _number(value: int | float) -> str:
 
 
 def _no_fields(config: Mapping[str, Any]) -> Fields:
-    """Return no fields: the tensors of these kinds (IA3, VeRA) say everything."""
+    """Return no fields: the tensors of these kinds (IA3, VeRA) decide everything."""
     return []
 
 
 def _lycoris_fields(config: Mapping[str, Any]) -> Fields:
-    """Return ranks and alphas of LoHa and LoKr, in the order of their keys.
+    """Collect ranks and alphas of LoHa and LoKr, in the order of their keys.
 
     The first match wins, so the order counts.
     """
@@ -126,7 +126,7 @@ def _lycoris_fields(config: Mapping[str, Any]) -> Fields:
 
 
 def _adalora_fields(config: Mapping[str, Any]) -> Fields:
-    """Return what AdaLoRA's scaling is made of; the ranks are the tensors'."""
+    """Collect what AdaLoRA's scaling is made of; the ranks are the tensors'."""
     return [(name, _number(number("ADALORA", config, name))) for name in ("init_r", "lora_alpha")]
 
 

@@ -67,7 +67,7 @@ class ExtraFiles:
 
     @classmethod
     def read(cls, parts: Mapping[str, bytes]) -> Self:
-        """Return the files that these parts of an upload are.
+        """Read the extra files in these parts of an upload.
 
         Args:
             parts: by the names of `FILE_NAMES` and `INDEX`.
@@ -117,7 +117,7 @@ class ExtraFiles:
         return None if self.tokenizer is None else self.tokenizer.text().encode()
 
     def as_bytes(self) -> dict[str, bytes]:
-        """Return what is there, by the names of `FILE_NAMES`."""
+        """Collect what is there, by the names of `FILE_NAMES`."""
         given = {name: getattr(self, name) for name in FILE_NAMES} | {TOKENIZER: self._tokenizer_file}
         return {
             name: value.encode() if isinstance(value, str) else value
@@ -126,7 +126,7 @@ class ExtraFiles:
         }
 
     def described(self) -> VersionExtras | None:
-        """Return the version's extras, which name the files by digest; None: it has none."""
+        """Describe the version's extras, which name the files by digest; None: it has none."""
         if not self.as_bytes():
             return None
         return VersionExtras(
@@ -143,7 +143,7 @@ NO_EXTRA_FILES = ExtraFiles()
 
 
 def with_tokenizer(extras: ExtraFiles, files: Mapping[str, bytes]) -> ExtraFiles:
-    """Return the extra files with a tokenizer's, by the names of `TOKENIZER_FILES`.
+    """Add a tokenizer's files, by the names of `TOKENIZER_FILES`, to the extra files.
 
     Raises:
         AdapterFormatError: one can't be read, or two contradict each other.
@@ -155,12 +155,12 @@ def with_tokenizer(extras: ExtraFiles, files: Mapping[str, bytes]) -> ExtraFiles
             f"The adapter's tokenizer can't be read: {error}.",
             hint="Save it again with tokenizer.save_pretrained(), or remove its files if training used the base's.",
         ) from None
-    # a summary is what a version is downloaded with; the files themselves say more
+    # a summary is what a version is downloaded with; the files themselves have more
     return extras if found is None else replace(extras, tokenizer=found)
 
 
 def _problem(name: str, data: bytes, max_bytes: int) -> str | None:
-    """Return what keeps a part from being read; None: nothing does."""
+    """Explain what keeps a part from being read; None: nothing does."""
     file = {**FILE_NAMES, INDEX: INDEX_FILE}.get(name, name)
     if len(data) > max_bytes:
         return f"{file} exceeds the limit of {max_bytes} bytes"

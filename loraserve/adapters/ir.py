@@ -42,7 +42,7 @@ class TensorView:
 
 
 def label_of(module: str, expert: int) -> str:
-    """Return a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
+    """Format a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
     return module.replace("experts.", f"experts.{expert}.")
 
 
@@ -151,9 +151,9 @@ class AdapterIR:
         modules: empty only where there are norms.
         dtype: the narrowest stored dtype that holds every lora_a, lora_b, weight and token row
             exactly: the common one, or "F32".
-        saved_base: what PEFT saves of the base beside LoRA on the head or the embedding, and loads
-            in the base's place: module → [vocab_size, hidden_size]. Mostly it is the base's own,
-            which takes the base's weights to be told: `memory.lowering.with_saved_base`.
+        saved_base: what PEFT saves of the base along with LoRA on the head or the embedding, and
+            loads in the base's place: module → [vocab_size, hidden_size]. Mostly it is the base's
+            own, which takes the base's weights to decide: `memory.lowering.with_saved_base`.
         invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on,
             and not at all where they don't occur. Empty: it acts on every token.
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …

@@ -1,6 +1,6 @@
 """Memory that adapters take while they are read and unfolded, within a budget of bytes.
 
-A file says little about it: LoKr of 0.2 MB takes 88 MB until it is packed.
+A file's size shows little of it: LoKr of 0.2 MB takes 88 MB until it is packed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LoadMemory:
             self._changed.notify_all()
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         with self._changed:
             if len(self._reservations) > 1 and self._num_bytes() > self.budget_bytes:
                 return [f"loads: {self._num_bytes()} bytes are over the budget of {self.budget_bytes}"]

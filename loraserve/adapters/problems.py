@@ -28,7 +28,7 @@ class Problems:
     def add(self, kind: type[AdapterRejected], message: str, layer: int | None = None) -> None:
         """Keep it.
 
-        `` {layers}`` in a message becomes the layers of all that it is said of, or nothing.
+        `` {layers}`` in a message becomes the layers of all that it is about, or nothing.
         """
         layers = self.by_message.setdefault((kind, message), [])
         if layer is not None:
@@ -36,14 +36,14 @@ class Problems:
 
     @property
     def texts(self) -> list[str]:
-        """Every problem, for people."""
+        """Messages of the problems, for people."""
         return [
             message.replace(" {layers}", f" in {_ranges(layers)}" if layers else "")
             for (_, message), layers in self.by_message.items()
         ]
 
     def raise_if_any(self) -> None:
-        """Return if there are none.
+        """Raise all problems as one error; do nothing if there are none.
 
         Raises:
             AdapterFormatError: if one is of this kind; else

@@ -1,6 +1,6 @@
-"""Modules that PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases.
+"""Modules that PEFT trains along with LoRA and saves whole: weights of modules_to_save, and biases.
 
-Each must be where the config says, and of the base's shape.
+Each must be where the config puts it, and of the base's shape.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def norms_of(contents: Contents) -> tuple[NormIR, ...]:
 
 
 def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
-    """Return why a table with another number of rows than the base's can't be served, in words."""
+    """Explain why a table with another number of rows than the base's can't be served."""
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (
@@ -202,7 +202,7 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseT
         return
     why = "ensure_weight_tying is true" if tied else "modules_to_save names neither"
     if tied and (head is None or embedding is None):
-        # told where the config's reach is
+        # reported where the config's reach is
         return
     if head is None or embedding is None:
         there = "lm_head" if embedding is None else "embed_tokens"

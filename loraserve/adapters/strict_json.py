@@ -17,7 +17,7 @@ class _Refused(ValueError):
 
 
 def parse_object(data: bytes, *, what: str, max_depth: int) -> dict[str, Any]:
-    """Return the JSON object in `data`; `what` names it in messages.
+    """Parse the JSON object in `data`; `what` names it in messages.
 
     Raises:
         AdapterFormatError: it isn't one strict JSON object.

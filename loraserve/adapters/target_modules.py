@@ -14,7 +14,7 @@ from loraserve.types import BaseSpec
 
 
 def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: int | None) -> bool:
-    """Return whether the config targets the module of this whole name.
+    """Check whether the config targets the module of this whole name.
 
     `layer` is None for one outside the layers.
     """
@@ -26,7 +26,7 @@ def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: i
     if isinstance(targets, Regex):
         return targets.is_fullmatch(name)
     if name in targets:
-        # a full name is taken whatever layers_to_transform says
+        # a full name is taken whatever layers_to_transform is
         return True
     if not _is_listed(name, targets):
         return False
@@ -36,7 +36,7 @@ def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: i
 
 
 def is_inside_saved(settings: LoraSettings, name: str) -> bool:
-    """Return whether a component of the name, or several in a row, are in modules_to_save.
+    """Check whether a component of the name, or several in a row, are in modules_to_save.
 
     Then no LoRA comes there.
     """
@@ -45,7 +45,7 @@ def is_inside_saved(settings: LoraSettings, name: str) -> bool:
 
 
 def is_saved(settings: LoraSettings, name: str) -> bool:
-    """Return whether PEFT trains the module fully.
+    """Check whether PEFT trains the module fully.
 
     It does if its name, or that of a module which it is a part of, ends with an entry of
     modules_to_save, be it amid a component.
@@ -61,17 +61,17 @@ def is_saved(settings: LoraSettings, name: str) -> bool:
 
 
 def ties_saved(settings: LoraSettings, base: BaseSpec) -> bool:
-    """Return whether PEFT trains the embedding fully, and the head as the same parameter."""
+    """Check whether PEFT trains the embedding fully, and the head as the same parameter."""
     return settings.ensure_weight_tying and base.is_head_tied and _names_an_end(settings.modules_to_save)
 
 
 def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
-    """Return whether PEFT gives the embedding LoRA, and the head the same, transposed."""
+    """Check whether PEFT gives the embedding LoRA, and the head the same, transposed."""
     if not settings.ensure_weight_tying or not base.is_head_tied or ties_saved(settings, base):
         return False
     targets = settings.target_modules
     if isinstance(targets, Regex):
-        # PEFT asks for the bare names here
+        # PEFT takes the bare names here
         return any(targets.is_fullmatch(module) for module in OUTSIDE_LAYERS)
     return targets is not None and _names_an_end(targets)
 
@@ -112,9 +112,9 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseTensorN
 
 
 def absent_targets(settings: LoraSettings, contents: Contents, names: BaseTensorNames) -> tuple[str, ...]:
-    """Return the listed targets that this base has no module for, which PEFT leaves untrained.
+    """List the targets that this base has no module for, which PEFT leaves untrained.
 
-    Of a regex none are told: it lists no names.
+    A regex gives none: it lists no names.
     """
     if settings.target_modules is None or isinstance(settings.target_modules, Regex):
         return ()
@@ -130,7 +130,7 @@ def absent_targets(settings: LoraSettings, contents: Contents, names: BaseTensor
 
 
 def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: int) -> int | None:
-    """Return the layer that PEFT takes the module to be in.
+    """Find the layer that PEFT takes the module to be in.
 
     None where layers_pattern finds none.
     """
@@ -147,7 +147,7 @@ def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: 
 
 
 def _names_an_end(listed: Iterable[str]) -> bool:
-    """Return whether the embedding or the head is listed, in PEFT's rough way.
+    """Check whether the embedding or the head is listed, in PEFT's rough way.
 
     PEFT goes by the last component.
     """

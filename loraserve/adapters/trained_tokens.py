@@ -32,7 +32,7 @@ class TokenRows:
 def trained_tokens(
     settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems, num_extra_rows: int = 0
 ) -> dict[str, TokenRows]:
-    """Return the rows that the adapter has of each module.
+    """Collect the rows that the adapter has of each module.
 
     Add problems where file, config and base disagree.
 
@@ -65,7 +65,7 @@ def trained_tokens(
 def _resolve(
     settings: LoraSettings, names: BaseTensorNames, problems: Problems, num_extra_rows: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tokens that the config names for each module, in its order."""
+    """List the tokens that the config names for each module, in its order."""
     outside = [m for m in OUTSIDE_LAYERS if m in names.linears]
     meant: dict[str, tuple[int, ...]] = {}
     for key, ids in settings.trained_tokens.items():
@@ -101,7 +101,7 @@ def _resolve(
 def _is_tied(
     settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: BaseTensorNames, problems: Problems
 ) -> bool:
-    """Return whether PEFT lets the head follow the embedding."""
+    """Check whether PEFT lets the head follow the embedding."""
     if not names.base.is_head_tied or "embed_tokens" not in meant:
         return False
     if "lm_head" not in meant or meant["lm_head"] == meant["embed_tokens"]:

@@ -49,7 +49,7 @@ def check_finite(
     names: Mapping[str, str] = MappingProxyType({}),
     pause: Callable[[], object] = lambda: None,
 ) -> None:
-    """Return if every weight is finite and small enough.
+    """Raise an error unless every weight is finite and small enough.
 
     No element of any ``scaling · B A`` or ``scaling · lora_bias`` can pass `limits.max_delta`, and
     none of what stands in the base's place does. The first is judged by the bound
@@ -104,7 +104,7 @@ def check_finite(
 
 
 def _largest(tensor: TensorView) -> float:
-    """Return the largest magnitude; infinite if some weight isn't finite.
+    """Find the largest magnitude; infinite if some weight isn't finite.
 
     One pass over the bits, a chunk at a time.
     """

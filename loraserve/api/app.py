@@ -41,7 +41,7 @@ _EXPOSED_HEADERS = (
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
 )
-"""Headers of answers that a web page may read, beside those that browsers always show."""
+"""Headers of answers that a web page may read, in addition to those that browsers always show."""
 
 
 def create_app(services: Services) -> FastAPI:
@@ -59,7 +59,7 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
         # A redirect would repeat the caller's path and query.
         redirect_slashes=False,
-        # FastAPI's would record the messages of errors, and be a second trace beside ours.
+        # FastAPI's would record the messages of errors, and be a second trace next to ours.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         routes=list(
             _routes(has_console=services.settings.console, has_router_metrics=services.settings.router_metrics)
@@ -86,7 +86,7 @@ def create_app(services: Services) -> FastAPI:
 
 @functools.cache
 def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, ...]:
-    """Return the routes of every application.
+    """Build the routes of every application.
 
     They hold no state but what is built of their signatures, which takes longer than all else that
     `create_app` does.
@@ -109,9 +109,9 @@ def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, 
 
 
 def _collectors(services: Services) -> tuple[Collector, ...]:
-    """Return the collectors of what the services count.
+    """Build the collectors of what the services count.
 
-    They look the services up anew at every scrape.
+    They look the services up again at every scrape.
     """
 
     def shares() -> tuple[Shares, ...]:
@@ -146,7 +146,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
 def _route_names(app: FastAPI) -> dict[Any, str]:
     """Map each endpoint to its whole path, for logs and metrics.
 
-    The route in a request's scope knows its router's part alone.
+    The route in a request's scope has its router's part alone.
     """
     names: dict[Any, str] = {}
     for context in iter_route_contexts(app.routes):

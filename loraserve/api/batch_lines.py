@@ -39,7 +39,7 @@ _MAX_SLOT_USE = 0.75
 _DEFAULT_RETRY_S = 1.0
 _WORTH_RETRYING = (429, 503)
 _OF_ONE_LINE = "adapter_not_ready"
-"""Code of a refusal for now that says nothing about other lines."""
+"""Code of a refusal for now that doesn't affect other lines."""
 
 
 class BatchLines:

@@ -94,12 +94,13 @@ class _Running(EventSource):
     async def close(self) -> None:
         for answer in self._answers:
             answer.leave()
-        # What still waits for the reader isn't read any more: the answers end once they may go on.
+        # What still waits for the reader isn't read any more: the answers end once they may
+        # continue.
         while any(not task.done() for task in self._tasks):
             while not self._queue.empty():
                 self._queue.get_nowait()
             await asyncio.wait(self._tasks, timeout=0.05)
-        # an answer that broke off was told by its end
+        # an answer that broke off was reported by its end
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
@@ -172,7 +173,7 @@ class _ComparedAnswer:
 
 
 def _scope_of(request: Request, path: str, num_bytes: int) -> Scope:
-    """Return the scope of a request on the same connection, with the same key."""
+    """Build the scope of a request on the same connection, with the same key."""
     outer: Mapping[str, Any] = request.scope
     headers = [(name, value) for name, value in outer["headers"] if name in _COPIED]
     given = {name: outer[name] for name in _SHARED if name in outer}

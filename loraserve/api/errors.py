@@ -104,13 +104,13 @@ def status_of(error: LoraserveError) -> int:
 
 
 def client_status_of(error: LoraserveError) -> int:
-    """Return the status that OpenAI's, vLLM's and SGLang's clients expect: 400 in place of 422."""
+    """Choose the status that OpenAI's, vLLM's and SGLang's clients expect: 400 in place of 422."""
     status = status_of(error)
     return 400 if status == 422 else status
 
 
 def openai_envelope(error: LoraserveError) -> dict[str, Any]:
-    """Return ``{"error": {…}}`` as OpenAI's clients read it.
+    """Build ``{"error": {…}}`` as OpenAI's clients read it.
 
     It is for a body or for a stream's ``data:`` line.
     """
@@ -128,9 +128,9 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
 
 
 def generate_envelope(error: LoraserveError) -> dict[str, Any]:
-    """Return ``{"error", "error_type", …}`` as LoRAX's and TGI's clients read it.
+    """Build ``{"error", "error_type", …}`` as LoRAX's and TGI's clients read it.
 
-    They choose an exception by ``error_type`` if they know it, otherwise by the status.
+    They choose an exception by ``error_type`` if they have one for it, otherwise by the status.
     """
     kind = next(kind for cls, kind in _GENERATE_TYPES if isinstance(error, cls))
     param = "parameters.adapter_id" if isinstance(error, errors.ModelNotFound) else getattr(error, "param", None)
@@ -138,9 +138,9 @@ def generate_envelope(error: LoraserveError) -> dict[str, Any]:
 
 
 def messages_envelope(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
-    """Return ``{"type": "error", "error": {…}}`` as Anthropic's clients read it.
+    """Build ``{"type": "error", "error": {…}}`` as Anthropic's clients read it.
 
-    `code` and `param` beside its fields are this server's.
+    `code` and `param` next to its fields are this server's.
     """
     status = status_of(error)
     kind = _MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
@@ -148,13 +148,13 @@ def messages_envelope(error: LoraserveError, request_id: str | None) -> dict[str
     param = param or "model" if isinstance(error, errors.ModelNotFound) else param
     detail: dict[str, Any] = {"type": kind, "message": str(error), "code": error.code, "param": param}
     if isinstance(error, errors.UnsupportedParameter) and param == "thread":
-        # with this code, the clients' loops of tool calls go on without a thread
+        # with this code, the clients' loops of tool calls continue without a thread
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}
 
 
 def is_messages_path(path: str) -> bool:
-    """Return whether Anthropic's clients call the route."""
+    """Check whether Anthropic's clients call the route."""
     return _MESSAGES_PATH.fullmatch(path) is not None
 
 
@@ -182,7 +182,7 @@ def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
 
 
 def headers_of(error: LoraserveError) -> dict[str, str]:
-    """Return the headers that belong to the error.
+    """Build the headers that belong to the error.
 
     They are ``Retry-After`` in seconds and ``retry-after-ms``, or ``WWW-Authenticate`` on a 401.
     """
@@ -205,7 +205,7 @@ def headers_of(error: LoraserveError) -> dict[str, str]:
 def error_response(
     error: LoraserveError, *, path: str, request_id: str | None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return the response for `error`.
+    """Build the response for `error`.
 
     It is problem+json under /api/v1, LoRAX's and Anthropic's forms on their routes, and OpenAI's
     envelope elsewhere.
@@ -251,7 +251,7 @@ def from_validation_error(error: RequestValidationError) -> InvalidRequest:
 def install(app: FastAPI) -> None:
     """Install the handlers of every error that a route raises, or that no route answers.
 
-    An unforeseen error is logged, and its response only says that it happened.
+    An unforeseen error is logged, and its response only states that it happened.
     """
 
     routes = RouteTable(app)
@@ -290,7 +290,7 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Return the methods of every route with the request's path.
+    """List the methods of every route with the request's path.
 
     The framework names only the first's.
     """

@@ -53,12 +53,12 @@ def set_log_level(level: str) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a record is worth a line. A traceback isn't if it tells of a cancellation."""
+    """Decide whether a record is worth a line. The traceback of a cancellation isn't."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, asyncio.CancelledError):
         # A request that a stop cut short, a question to the database that was given up.
         record.exc_info = None
         record.exc_text = None
-    # A connection still says this after a question on it was given up, and its future with it.
+    # A connection still logs this after a question on it was given up, and its future with it.
     is_orphan = record.name == "asyncio" and record.getMessage().startswith("Future exception was never retrieved")
     return not (is_orphan and isinstance(error, ConnectionError))

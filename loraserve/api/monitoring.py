@@ -106,7 +106,7 @@ async def metrics(request: Request) -> Response:
 @scopes.open
 async def router_metrics(request: Request) -> Response:
     """Return the metrics by which routers score this server, in Prometheus's text format."""
-    # built anew, for a scrape may come every 50 ms: nothing else is collected
+    # built again each time, for a scrape may come every 50 ms: nothing else is collected
     services = services_of(request)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(TableCollector(_of_routers(engine_tables.VLLM), lambda: services.engine.stats))

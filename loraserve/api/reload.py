@@ -130,7 +130,7 @@ class SettingsReload:
         self._close(before, unless=tracer)
 
     def _close(self, tracer: RequestTracer | None, *, unless: RequestTracer | None) -> None:
-        """Close a tracer beside requests, if it isn't the other one."""
+        """Close a tracer during requests, if it isn't the other one."""
         if tracer is None or tracer is unless:
             return
         closing = asyncio.get_running_loop().create_task(tracer.close(), name="close-tracer")
@@ -143,7 +143,7 @@ def _level(name: str) -> int:
 
 
 def _change(name: str, old: Settings, new: Settings) -> str:
-    """Return a changed setting with its old and its new value, unless it is a secret."""
+    """Format a changed setting with its old and its new value, unless it is a secret."""
     if name in _SECRET:
         return name
     return f"{name} ({_shown(getattr(old, name))} -> {_shown(getattr(new, name))})"

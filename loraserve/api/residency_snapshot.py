@@ -1,4 +1,4 @@
-"""Snapshot of where weights were a moment ago: the engine is asked once for all who look."""
+"""Snapshot of where weights were a moment ago: one query of the engine serves all readers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Snapshot:
         return self.tiers(lambda digest: True)
 
     def tiers(self, is_seen: Callable[[Digest], bool]) -> bytes:
-        """Return JSON of the digests that are seen, by tier."""
+        """Encode JSON of the digests that are seen, by tier."""
         found: dict[str, list[Digest]] = {tier.value: [] for tier in IN_MEMORY}
         for one in self.by_digest.values():
             if one.tier in IN_MEMORY and is_seen(one.digest):
@@ -39,7 +39,7 @@ class ResidencySnapshots:
     """The newest snapshot.
 
     Args:
-        ask: asks the engine, which looks through all that it holds between two steps.
+        ask: queries the engine, which looks through all that it holds between two steps.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ResidencySnapshots:
         self._asking = asyncio.Lock()
 
     async def take(self, *, max_age_s: float) -> Snapshot:
-        """Return one that is at most so old; 0: a new one.
+        """Take a snapshot that is at most that old; 0: a new one.
 
         Raises:
             EngineUnavailable

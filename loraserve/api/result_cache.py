@@ -1,4 +1,4 @@
-"""Keep the finished answers of deterministic requests, each for the tenant that asked for it."""
+"""Keep the finished answers of deterministic requests, each for the tenant that requested it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from loraserve.types import TIMEOUT, AdapterRef, Digest, FinishReason, RequestId
 HEADER = "x-loraserve-cache"
 HIT, MISS, OFF = "hit", "miss", "off"
 _KEPT_BYTES = 512
-"""Bytes of an answer beside its chunks: its key and its place in the cache."""
+"""Bytes of an answer in addition to its chunks: its key and its place in the cache."""
 _TOKEN_BYTES, _ENTRY_BYTES, _CANDIDATE_BYTES = 5, 48, 14
-"""What a token, the log probability of a token, and that of another likely token take written."""
+"""Bytes of a token, of its log probability, and of another likely token's, as written."""
 _ROOM_LEFT = 1 / 16
 """Part of the budget that is free after answers made room: they don't at each new one."""
 
@@ -71,7 +71,7 @@ def _end(_: _Key, kept: _Kept, now_s: float) -> float:
 
 
 def key_of(request: GenerateRequest, base: Digest) -> _Key:
-    """Return the identity of a request's answer.
+    """Build the identity of a request's answer.
 
     That is its tenant, the digests of base and adapter, the tokens, and whatever decides how tokens
     are chosen, where the text ends and how it reads. Its name, its place in queues and its timeout
@@ -127,9 +127,9 @@ class ResultCache:
         self._uses: WeakSet[CacheUse] = WeakSet()
         """Requests that may still add their answers."""
         self._most_bytes = 0
-        """No less than what is kept: more of it may be over."""
+        """Upper bound of what is kept: more of it may be over."""
         self.num_by_outcome = dict.fromkeys((HIT, MISS, OFF), 0)
-        """Requests that asked for the cache, by what came of it."""
+        """Requests that used the cache, by what came of it."""
         self.num_replayed_tokens = 0
         self.num_dropped = 0
         """Answers dropped with a version or a tenant."""
@@ -143,7 +143,7 @@ class ResultCache:
         return sum(len(answers) for answers in self._by_tenant.values())
 
     def resize(self, max_bytes: int) -> None:
-        """Keep at most so many bytes from now on; what is over is dropped."""
+        """Keep at most that many bytes from now on; what is over is dropped."""
         self._max_bytes = max_bytes
         if self._most_bytes > max_bytes:
             self._make_room()
@@ -194,7 +194,7 @@ class ResultCache:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drop what is over, then the least recently used of whoever has most."""
+        """Drop what is over, then the least recently used of the tenant that has most."""
         sizes = {name: int(answers.currsize) for name, answers in self._by_tenant.items()}
         total, most = sum(sizes.values()), self._max_bytes
         if total > most:
@@ -210,7 +210,7 @@ class ResultCache:
         self._most_bytes = total
 
     def drop_adapter(self, owner: TenantId, name: str) -> None:
-        """Drop the answers of an adapter that was changed or deleted, whoever asked for them."""
+        """Drop all tenants' answers of an adapter that was changed or deleted."""
         key = name_key(name)
         self._drop(lambda version: version[:2] == (owner, key))
 
@@ -234,7 +234,7 @@ class ResultCache:
 
 
 class CacheUse:
-    """What the cache is to one HTTP request: its answers, or a place for those that are made.
+    """Use of the cache by one HTTP request: its answers, or a place for those that are made.
 
     Attributes:
         outcome: hit, miss, or off where nothing may be kept.
@@ -271,7 +271,7 @@ class CacheUse:
         return {HEADER: self.outcome}
 
     def record(self, request: GenerateRequest) -> Recording | None:
-        """Return what records the answer of an engine request; None: it isn't kept."""
+        """Begin to record the answer of an engine request; None: it isn't kept."""
         if self.outcome != MISS:
             return None
         key = key_of(request, self._base)
@@ -281,7 +281,7 @@ class CacheUse:
     async def replay(self, index: int, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Yield an answer's chunks as the engine gave them, but for where they come from."""
         for piece in self._answers[index]:
-            # as between two steps: other requests go on
+            # as between two steps: other requests continue
             await asyncio.sleep(0)
             yield Chunk(
                 text=piece.text,
@@ -329,7 +329,7 @@ class Recording:
 
 
 def _estimate(chunk: Chunk) -> int:
-    """Return about how many bytes a chunk takes: it's written only once the whole answer fits."""
+    """Estimate the bytes that a chunk takes: it's written only once the whole answer fits."""
     entries = [entry for entry in (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ())) if entry is not None]
     candidates = sum(len(entry.top) for entry in entries)
     tokens = _TOKEN_BYTES * len(chunk.token_ids) + _ENTRY_BYTES * len(entries) + _CANDIDATE_BYTES * candidates

@@ -47,7 +47,7 @@ def open(endpoint: Endpoint) -> Endpoint:
 
 
 def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
-    """Return a dependency that returns the caller, once its key is valid and has `scope`.
+    """Build a dependency that returns the caller, once its key is valid and has `scope`.
 
     An admin key has every scope, and acts for the tenant of ``/t/{tenant}`` or of the header
     ``X-Tenant``, as a key with the role ``operator:read`` does for what it may read.
@@ -105,7 +105,7 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
 
 
 def _who_has(scope: str, caller: Caller) -> str:
-    """Return where a key with the scope comes from.
+    """Explain where a key with the scope comes from.
 
     A tenant's key can neither make nor list keys.
     """
@@ -119,10 +119,10 @@ def _who_has(scope: str, caller: Caller) -> str:
 
 
 def bearer_key(request: Request) -> str:
-    """Return the secret of ``Authorization: Bearer …``, or the password of ``Basic …``.
+    """Read the secret of ``Authorization: Bearer …``, or the password of ``Basic …``.
 
-    Without that header, the secret of Anthropic's ``x-api-key`` or Azure's ``api-key``: beside it,
-    it may be a gateway's.
+    Without that header, the secret of Anthropic's ``x-api-key`` or Azure's ``api-key``: together
+    with it, it may be a gateway's.
     Clients that send no key of their own, such as trainers, send as Basic what their URL holds:
     ``http://x:KEY@host``.
 
@@ -152,7 +152,7 @@ def _can_be_key(secret: str) -> bool:
 
 
 def _password(credentials: str) -> str:
-    """Return the password of Basic credentials; an empty one if they aren't such."""
+    """Decode the password of Basic credentials; an empty one if they aren't such."""
     try:
         _, _, password = base64.b64decode(credentials, validate=True).decode("ascii").partition(":")
     except (binascii.Error, ValueError):

@@ -76,7 +76,7 @@ _CLOSE_S = 5
 def serve(settings: Settings, *, read: Callable[[], Settings] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code: 0 after a drain, 130 after an interrupt.
 
-    The socket listens at once; /readyz says 503 until the base is loaded. An empty registry is
+    The socket listens at once; /readyz answers 503 until the base is loaded. An empty registry is
     migrated; one that is behind is refused.
 
     Args:
@@ -108,7 +108,7 @@ async def _serve(settings: Settings, read: Callable[[], Settings]) -> int:
 
 @contextlib.asynccontextmanager
 async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIterator[Services]:
-    """Make a server's services and run what works beside its requests; end both with the block.
+    """Make a server's services and run its background work; end both with the block.
 
     Its engine is made and not started.
 
@@ -191,8 +191,8 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         variables=settings.default_chat_template_kwargs,
     )
     database, store, claim, authenticator = await _open_registry(settings)
-    # the two know of each other: the registry asks the engine for certificates, and is told by it
-    # of damaged bytes
+    # the two know of each other: the registry asks the engine for certificates, and is notified by
+    # it of damaged bytes
     engine = make_engine(
         config,
         tokenizer,
@@ -239,7 +239,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
 
 
 def _base_defaults(settings: Settings, model_dir: Path) -> GenerationDefaults:
-    """Return the base's defaults of requests, and log them; the API's own where none are used."""
+    """Read the base's defaults of requests, and log them; the API's own where none are used."""
     path = model_dir / FILE
     if settings.generation_config == "none" or not path.is_file():
         return NO_DEFAULTS
@@ -302,9 +302,9 @@ def _show_admin_key(secret: str) -> None:
 
 
 def make_http_server(app: ASGIApp, services: Services, tls: TlsFiles | None = None) -> HTTPServer:
-    """Return an HTTP server whose connections take slots in the services' rooms.
+    """Build an HTTP server whose connections take slots in the services' rooms.
 
-    As many as there can be open files for.
+    It has as many as there can be open files for.
     """
     budget = raise_file_limit(services.limits)
     services.rooms.connections.capacity = budget.max_connections
@@ -347,7 +347,7 @@ class _Lifetime:
     _signals: asyncio.Queue[signal.Signals] = field(default_factory=asyncio.Queue)
 
     async def run(self) -> int:
-        """Serve until the server is told to stop; return the exit code.
+        """Serve until a stop is requested; return the exit code.
 
         Raises:
             LoraserveError: the engine can't be started.
@@ -367,7 +367,7 @@ class _Lifetime:
                 await starting
                 done, _ = await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if signalled not in done:
-                return EXIT_OK  # uvicorn ended by itself; it said why
+                return EXIT_OK  # uvicorn ended by itself; it logged why
             number = signalled.result()
             starting.cancel()
             await self._drain(number)

@@ -167,6 +167,6 @@ class Services:
 
 
 def services_of(connection: HTTPConnection) -> Services:
-    """Return the services of the application that answers this request."""
+    """Look up the services of the application that answers this request."""
     services: Services = connection.app.state.services
     return services

@@ -1,4 +1,4 @@
-"""Run copies of requests on shadow versions beside the answers, compare them, and discard them."""
+"""Run copies of requests on shadow versions during the answers, compare them, and discard them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PRIORITY = 1 << 20
-"""After every request of its tenant: clients can say 1000 at most."""
+"""After every request of its tenant: clients can set 1000 at most."""
 MAX_KV_USE = 0.75
 """Highest share of KV blocks in use at which copies run.
 
 Above it a copy would soon preempt a request.
 """
 _LOOK_S = 0.5
-"""Between two looks whether the server is busy: as often as the engine says."""
+"""Between two looks whether the server is busy: as often as the engine reports."""
 COMPARED, FAILED, DROPPED, ABANDONED = "compared", "failed", "dropped", "abandoned"
 OUTCOMES = (COMPARED, FAILED, DROPPED, ABANDONED)
 """Outcomes of a copy.
@@ -93,7 +93,7 @@ class ShadowCopy:
         return await self._live_s
 
     def compare(self, live_s: float) -> Tally:
-        """Return the comparison of both answers."""
+        """Compare both answers."""
         live, mine = self.live_token_ids, self.token_ids
         num_agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(live, mine, strict=False)))
         return Tally(
@@ -132,7 +132,7 @@ class ShadowRunner:
         self._copies: set[ShadowCopy] = set()
         self._num_by_tenant: Counter[TenantId] = Counter()
         self._num_waiting = 0
-        """Copies that the engine may have said to be waiting, when it last said something."""
+        """Copies that may be among the waiting requests of the engine's last report."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
         metrics.live_shadow_requests.set_function(lambda: self.num_live)
@@ -210,7 +210,7 @@ class ShadowRunner:
         started = time.monotonic()
         self._num_waiting += 1
         is_waiting = True
-        # no client asked for the shadow, so that no router is told its name
+        # no client requested the shadow, so that no router sees its name
         use = self._metrics.adapter_load.begin(copy.request.adapter, ())
         try:
             async with aclosing(self._engine.generate(copy.request)) as chunks:
@@ -219,7 +219,7 @@ class ShadowRunner:
                         is_waiting = False
                         use.answer()
                         copy.first_s, copy.num_cached_tokens = time.monotonic() - started, chunk.num_cached_tokens
-                        # until the engine has said anew how many wait
+                        # until the engine has reported again how many wait
                         asyncio.get_running_loop().call_later(2 * _LOOK_S, self._is_under_way)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine aborted this copy.")

@@ -16,7 +16,7 @@ _TENANT_PREFIX = "/t/{tenant}"
 _TENANT_PATH = re.compile(r"/t/[^/]+(?=/|$)")
 _ADAPTERS = "/api/v1/adapters/"
 _MAX_COMPARED = 64
-"""Characters of a path that are compared with routes: more would take longer, and tell no more."""
+"""Characters of a path that are compared with routes: more would take longer, and show no more."""
 _MAX_SHOWN = 128
 _LIKENESS = 0.7
 """Likeness, by `difflib`, from which a route is taken for the one that was meant."""
@@ -33,7 +33,7 @@ class RouteTable:
                 self._methods.setdefault(path, set()).update(context.methods or ())
 
     def not_found(self, method: str, path: str) -> NotFound:
-        """Return the error of a path that no route has."""
+        """Build the error of a path that no route has."""
         nearest = self._nearest(path)
         hint = "GET /api/v1/openapi.json lists all routes."
         if nearest is not None:
@@ -51,14 +51,14 @@ class RouteTable:
 
 
 def not_allowed(method: str, path: str, allowed: Iterable[str]) -> MethodNotAllowed:
-    """Return the error of a path whose routes take other methods."""
+    """Build the error of a path whose routes take other methods."""
     return MethodNotAllowed(
         f"The route {_shown(path)} doesn't accept {method}.", hint=f"It accepts {_listed(allowed)}."
     )
 
 
 def _shown(path: str) -> str:
-    """Return a client's path as plain characters, cut to a bounded length."""
+    """Format a client's path as plain characters, cut to a bounded length."""
     text = quote(path[:_MAX_SHOWN], safe="/:@%")
     return text if len(path) <= _MAX_SHOWN and len(text) <= 2 * _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 

@@ -105,7 +105,7 @@ class Backup:
             self._folder.sweep()
             now = self._clock()
             backup = str(ULID.from_datetime(now))
-            # in the backup too: a restored registry says what it was restored from
+            # in the backup too: a restored registry records what it was restored from
             async with self._database.write() as session:
                 audit.record(session, "backup.create", backup, actor=actor, tenant=None, at=now)
             state = await self._read()
@@ -167,7 +167,7 @@ class Backup:
                 logger.warning("the collectors' lease can't be given back now: %s", error)
 
     async def _versions_of(self, blobs: Collection[Digest]) -> list[str]:
-        """Return some of the versions that have these blobs."""
+        """List some of the versions that have these blobs."""
         some = sorted(blobs)[:1000]
         query = (
             select(Tenant.name, Adapter.name, AdapterVersion.number)

@@ -55,7 +55,7 @@ class BlobCopies:
 
 
 def whole_size(store: BlobStore, digest: Digest) -> int | None:
-    """Return the blob's size once all of it is verified; None if it is missing or damaged.
+    """Measure the blob's size once all of it is verified; None if it is missing or damaged.
 
     Raises:
         StorageError

@@ -74,13 +74,13 @@ class BackupFolder:
             os.close(fd)
 
     def ids(self) -> list[str]:
-        """Return the ids of the backups, oldest first."""
+        """List the ids of the backups, oldest first."""
         return sorted(
             name[:-5] for name in os.listdir(self.path) if name.endswith(".json") and _ID.fullmatch(name[:-5])
         )
 
     def manifest(self, backup: str | None = None) -> Manifest:
-        """Return the manifest of the backup with this id, or of the newest.
+        """Read the manifest of the backup with this id, or of the newest.
 
         Raises:
             ConfigError: there is none.
@@ -146,7 +146,7 @@ class BackupFolder:
         return len(old)
 
     def sweep(self) -> None:
-        """Remove what killed backups left beside the manifests."""
+        """Remove what killed backups left next to the manifests."""
         with suppress(OSError):
             for path in self.path.glob(".????????????????"):
                 path.unlink()
@@ -159,6 +159,6 @@ def _is_ours(name: str) -> bool:
 
 
 def damaged_blobs(num_damaged: int, some: list[str], what: str, hint: str) -> BackupDamaged:
-    """Return the error for blobs that are missing or have other bytes; name the first few."""
+    """Build the error for blobs that are missing or have other bytes; name the first few."""
     names = ", ".join(some[:5]) + (f" and {num_damaged - 5:,} more" if num_damaged > 5 else "")
     return BackupDamaged(f"{num_damaged:,} blobs {what}: {names}.", hint=hint)

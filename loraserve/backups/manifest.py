@@ -51,7 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bases: list[BaseVersions]
 
     def encode(self) -> bytes:
-        """Return the manifest's file."""
+        """Encode the manifest's file."""
         body = msgspec.json.encode(self)
         return msgspec.json.encode(_File(FORMAT, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))) + b"\n"
 
@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
     def blobs_of_rows(self) -> set[Digest]:
-        """Return the blobs that hold the rows and the index."""
+        """Collect the blobs that hold the rows and the index."""
         return {Digest(self.index), *(Digest(table.blob) for table in self.tables)}
 
 

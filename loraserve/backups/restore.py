@@ -105,7 +105,7 @@ class Restore:
         return restored
 
     def _index(self) -> dict[Digest, int | None]:
-        """Return the backup's blobs and their sizes.
+        """Read the backup's blobs and their sizes.
 
         Raises:
             BackupDamaged, StorageError
@@ -178,6 +178,6 @@ async def check_empty_database(url: str) -> None:
 
 
 def database_path(url: str) -> Path | None:
-    """Return the path of a SQLite database; None for others."""
+    """Parse the path of a SQLite database; None for others."""
     parsed = parse_database_url(url)
     return Path(parsed.database or "") if parsed.drivername.startswith("sqlite") else None

@@ -124,7 +124,7 @@ def _reader(table: Table, name: str) -> Callable[[Any], Any]:
 
 
 def _continue_numbers(connection: Connection, table: Table) -> None:
-    """Let PostgreSQL's own numbers go on after the inserted ones; SQLite does by itself."""
+    """Let PostgreSQL's own numbers continue after the inserted ones; SQLite does by itself."""
     if connection.dialect.name != "postgresql":
         return
     for column in table.primary_key.columns:

@@ -113,7 +113,7 @@ class Batches:
         )
 
     async def get(self, tenant: TenantId, batch_id: str) -> BatchRecord:
-        """Return the tenant's batch.
+        """Read the tenant's batch.
 
         Raises:
             BatchNotFound: it is absent or another tenant's; the text is the same.
@@ -144,7 +144,7 @@ class Batches:
     async def to_run(
         self, *, limit: int, besides: Collection[str], busy_tenants: Collection[TenantId]
     ) -> list[BatchRecord]:
-        """Return batches that no server runs: what is short, then the oldest of each tenant.
+        """Choose batches that no server runs: what is short, then the oldest of each tenant.
 
         Checking an input and making output files is short: neither waits for a tenant's other
         batches.
@@ -169,7 +169,7 @@ class Batches:
         return [BatchRecord.of(row) for row in rows[:limit]]
 
     async def num_by_state(self) -> dict[str, int]:
-        """Return how many batches of all tenants haven't ended, by state.
+        """Count the batches of all tenants that haven't ended, by state.
 
         Raises:
             DatabaseUnavailable
@@ -181,7 +181,7 @@ class Batches:
         return {state: found.get(state, 0) for state in LIVE_STATES}
 
     async def list(self, tenant: TenantId, *, limit: int, after: str | None) -> Listing[BatchRecord]:
-        """Return some of the tenant's batches, newest first.
+        """List some of the tenant's batches, newest first.
 
         Args:
             after: id of the last batch of the page before.

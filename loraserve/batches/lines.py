@@ -15,7 +15,7 @@ _LINES_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 * MIB
 OK_STATUS = 200
 _DONE, _NOT_DONE = b"+", b"-"
-"""First byte of a line in a chunk, which says what file it is for."""
+"""First byte of a line in a chunk, which marks the file that it is for."""
 
 
 def read_lines(store: BlobStore, blob: Digest) -> Iterator[list[BatchLine]]:
@@ -62,7 +62,7 @@ def _split(pieces: Iterator[bytes]) -> Iterator[bytes | None]:
 
 
 def result_line(batch: BatchRecord, number: int, custom_id: str, answer: LineAnswer) -> bytes:
-    """Return the line of a chunk with a route's answer."""
+    """Format the line of a chunk with a route's answer."""
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": None}
     head = _json({"id": result_id(batch, number), "custom_id": custom_id, "response": response, "error": None})
     # the body is JSON already, and may be long
@@ -72,14 +72,14 @@ def result_line(batch: BatchRecord, number: int, custom_id: str, answer: LineAns
 
 
 def undone_line(batch: BatchRecord, number: int, custom_id: str | None, error: BatchError) -> bytes:
-    """Return the line of the error file for a request that wasn't computed."""
+    """Format the line of the error file for a request that wasn't computed."""
     found = {"code": error.code, "message": error.message}
     line = {"id": result_id(batch, number), "custom_id": custom_id, "response": None, "error": found}
     return _json(line) + b"\n"
 
 
 def result_id(batch: BatchRecord, number: int) -> str:
-    """Return the id of a line's result: the same however often it is computed."""
+    """Format the id of a line's result: the same however often it is computed."""
     return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
 
 

@@ -1,8 +1,8 @@
 """Progress of a batch: its states, its results chunk by chunk, and its files at the end.
 
-Every step is one transaction that finds the batch as this runner knows it, or else leaves it to the
-runner that was faster. A chunk of results, the lines that it is about and their usage are recorded
-together: a line is done and billed once, or computed again.
+Every step is one transaction that finds the batch as this runner last read it, or else leaves it to
+the runner that was faster. A chunk of results, the lines that it is about and their usage are
+recorded together: a line is done and billed once, or computed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PREFIX = {True: "output", False: "errors"}
 
 
 class TakenOver(LoraserveError):
-    """Another server goes on with the batch, or it has ended: this one's work on it is void."""
+    """Another server continues the batch, or it has ended: this one's work on it is void."""
 
     code = "batch_taken_over"
 
@@ -96,13 +96,13 @@ class BatchProgress:
         return row is None or row.deleted_at is not None
 
     async def done_lines(self) -> list[int]:
-        """Return the numbers of the lines whose results are durable."""
+        """List the numbers of the lines whose results are durable."""
         query = select(BatchChunk.lines).where(BatchChunk.batch_id == self.batch.id)
         async with self._database.read() as session:
             return [number for lines in (await session.scalars(query)).all() for number in lines]
 
     async def chunks(self) -> list[Digest]:
-        """Return the blobs of its results in the order in which they came."""
+        """List the blobs of its results in the order in which they came."""
         query = select(BatchChunk.digest).where(BatchChunk.batch_id == self.batch.id).order_by(BatchChunk.sequence)
         async with self._database.read() as session:
             return list(map(Digest, (await session.scalars(query)).all()))
@@ -143,7 +143,7 @@ class BatchProgress:
 
         Raises:
             TakenOver: the results are void.
-            QuotaExceeded: the tenant may not store so much, or a batch not have so many results.
+            QuotaExceeded: the tenant may not store that much, or a batch has too many results.
             DatabaseUnavailable: it may be recorded, or not.
             StorageFull, StorageError: nothing is recorded.
         """
@@ -250,7 +250,7 @@ class BatchProgress:
         return staged
 
     async def _has_recorded(self, digest: Digest) -> bool:
-        """Return whether an earlier commit of these results succeeded though its answer was lost.
+        """Check whether an earlier commit of these results succeeded though its answer was lost.
 
         Raises:
             TakenOver: another server recorded others.
@@ -276,7 +276,7 @@ class BatchProgress:
             )
 
     async def _lock(self, session: AsyncSession) -> BatchRow:
-        """Return the batch's row, locked, if it is as far as it is known to be."""
+        """Read the batch's row, locked, if it is as far as it is known to be."""
         row = (
             await session.scalars(select(BatchRow).where(BatchRow.id == self.batch.id).with_for_update())
         ).one_or_none()
@@ -292,7 +292,7 @@ class BatchProgress:
 
 
 def _added(usage: dict[str, int], totals: Totals) -> dict[str, int]:
-    """Return the batch's sums with those of some results."""
+    """Add the sums of some results to the batch's."""
     added = dict(usage)
     for amounts in totals.values():
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):

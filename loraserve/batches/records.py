@@ -96,7 +96,7 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """Batch as a client asks for it."""
+    """Batch as a client requests it."""
 
     input_file_id: str
     endpoint: str
@@ -174,11 +174,11 @@ class LineHandler(Protocol):
     """Access to the routes, which compute the lines."""
 
     def is_ready(self) -> bool:
-        """Return whether the routes can answer at all."""
+        """Check whether the routes can answer at all."""
         ...
 
     def is_open(self) -> bool:
-        """Return whether there is room that no client's request waits for."""
+        """Check whether there is room that no client's request waits for."""
         ...
 
     def read(self, endpoint: str, data: bytes) -> LineRequest:

@@ -82,7 +82,7 @@ class RunContext:
 
 
 class Interrupted(Exception):
-    """The server stops: another one goes on."""
+    """Raised when this server shuts down; another server resumes the batch."""
 
 
 class BatchRun:
@@ -125,7 +125,7 @@ class BatchRun:
         """Check the input, or compute what is left of it and make its files.
 
         Raises:
-            LoraserveError: it can't go on now; it may later.
+            LoraserveError: it can't continue now; it may later.
         """
         try:
             await self._advance()
@@ -200,7 +200,7 @@ class BatchRun:
         return None
 
     async def _requests(self) -> AsyncIterator[tuple[BatchLine, LineRequest | InvalidRequest]]:
-        """Yield each line of the input, and what it says or why it can't be read."""
+        """Yield each line of the input, and its content or why it can't be read."""
         pieces = read_lines(self._context.store, self.batch.input_blob)
         while lines := await self._context.throttle.run(partial(next, pieces, None)):
             read = await self._context.throttle.run(partial(self._read_all, lines))
@@ -270,7 +270,7 @@ class BatchRun:
                     yield line
 
     def _has_room(self, now_s: float) -> bool:
-        """Return whether another line may begin, or wait in turn with other batches' lines."""
+        """Check whether another line may begin, or wait in turn with other batches' lines."""
         context = self._context
         share = max(1, 2 * context.max_requests // max(1, context.num_runs()))
         is_stuck = self._unit is not None or self._results.num_bytes > LIMITS.max_batch_chunk_bytes
@@ -397,7 +397,7 @@ class BatchRun:
         except TakenOver:
             raise
         except LoraserveError as error:
-            # while the database is away, what runs goes on; nothing is recorded
+            # while the database is away, what runs continues; nothing is recorded
             logger.debug("a batch's row can't be read now: %s", error)
 
     def _is_expired(self) -> bool:
@@ -448,7 +448,7 @@ class BatchRun:
 
 
 def _take(results: object) -> list[tuple[bool, bytes]]:
-    """Return some hundred of the next results."""
+    """Take some hundred of the next results."""
     found: list[tuple[bool, bytes]] = []
     num_bytes = 0
     for kind, text in results:  # type: ignore[attr-defined]

@@ -70,7 +70,7 @@ class StoredFiles:
             expected_bytes: bytes of the whole body, if they are known.
 
         Raises:
-            QuotaExceeded: the tenant has as many files as it may, or may not store so many bytes.
+            QuotaExceeded: the tenant has as many files as it may, or may not store that many bytes.
             RateLimited, Overloaded: too many uploads are under way.
             StorageFull, StorageError
         """
@@ -91,7 +91,7 @@ class StoredFiles:
             ttl_s: seconds for which it is kept; None: `LIMITS.batch_file_ttl_s`.
 
         Raises:
-            QuotaExceeded: the tenant may not store so much, or so many files.
+            QuotaExceeded: the tenant may not store that much, or that many files.
             StorageFull, StorageError, DatabaseUnavailable: nothing is stored.
         """
         digest, size = staged.digest, staged.num_bytes
@@ -117,7 +117,7 @@ class StoredFiles:
         return FileRecord.of(row)
 
     async def get(self, tenant: TenantId, file_id: str) -> FileRecord:
-        """Return the tenant's file.
+        """Read the tenant's file.
 
         Raises:
             FileNotFound: it is absent, expired, or another tenant's; the text is the same.
@@ -128,7 +128,7 @@ class StoredFiles:
     async def list(
         self, tenant: TenantId, *, purpose: str | None, limit: int, after: str | None, is_ascending: bool
     ) -> Listing[FileRecord]:
-        """Return some of the tenant's files in the order of their creation.
+        """List some of the tenant's files in the order of their creation.
 
         Args:
             after: id of the last file of the page before.
@@ -144,7 +144,7 @@ class StoredFiles:
         return Listing(tuple(map(FileRecord.of, rows[:limit])), len(rows) > limit)
 
     async def delete(self, tenant: TenantId, file_id: str, *, actor: str) -> None:
-        """Delete the file. A batch made of it goes on: it keeps the bytes until it ends.
+        """Delete the file. A batch made of it continues: it keeps the bytes until it ends.
 
         Raises:
             FileNotFound
@@ -215,7 +215,7 @@ def insert_file(
 async def find_file(
     session: AsyncSession, tenant: TenantId, file_id: str, now: datetime, *, is_locking: bool = False
 ) -> FileRow:
-    """Return the row of the tenant's file.
+    """Find the row of the tenant's file.
 
     Raises:
         FileNotFound
@@ -230,7 +230,7 @@ async def find_file(
 
 
 def is_object_id(text: str) -> bool:
-    """Return whether `text` could be an id of ours: a database rejects none of them."""
+    """Check whether `text` could be an id of ours: a database rejects none of them."""
     return len(text) <= OBJECT_ID_LENGTH and text.isascii() and text.isprintable()
 
 

@@ -13,7 +13,7 @@ _EXAMPLES = {"WEIGHT": "90", "SHARE": "0.1"}
 
 
 def split_version(text: str) -> tuple[str, int | None]:
-    """Return the two parts of ``NAME`` or ``NAME@VERSION``.
+    """Split ``NAME`` or ``NAME@VERSION`` into its two parts.
 
     Raises:
         typer.BadParameter: the part after the ``@`` isn't a version's number.
@@ -27,7 +27,7 @@ def split_version(text: str) -> tuple[str, int | None]:
 
 
 def version_numbers(text: str, what: str) -> dict[int, float]:
-    """Return ``3=90,4=10`` as version → number.
+    """Parse ``3=90,4=10`` as version → number.
 
     Raises:
         typer.BadParameter: it isn't such a list, or it names a version twice.
@@ -48,7 +48,7 @@ def version_numbers(text: str, what: str) -> dict[int, float]:
 
 
 def key_values(items: Sequence[str], what: str) -> dict[str, str]:
-    """Return ``KEY=VALUE`` texts as a mapping.
+    """Parse ``KEY=VALUE`` texts as a mapping.
 
     Raises:
         typer.BadParameter: one has no ``=`` or no key.
@@ -63,7 +63,7 @@ def key_values(items: Sequence[str], what: str) -> dict[str, str]:
 
 
 def request_fields(items: Sequence[str], taken: Collection[str]) -> dict[str, object]:
-    """Return ``NAME=JSON`` texts as fields of a request; what isn't JSON is a text.
+    """Parse ``NAME=JSON`` texts as fields of a request; what isn't JSON is a text.
 
     Raises:
         typer.BadParameter: one has no ``=``, or is written by the command already.

@@ -81,10 +81,10 @@ def bench(
 
 
 def _models(client: Client, named: list[str] | None, base: str, *, all_adapters: bool) -> tuple[str, ...]:
-    """Return the models to send load to.
+    """Choose the models to send load to.
 
     Raises:
-        AdapterNotFound: all are wanted, and there is none.
+        AdapterNotFound: all are requested, and there is none.
     """
     if not all_adapters:
         return tuple(named or (base,))

@@ -49,7 +49,7 @@ def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
         if record is None:
             continue
         title = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
-        # the name of an argument says what it holds
+        # the name of an argument describes what it holds
         names = record[0].partition(" <")[0] if is_argument else record[0]
         sections.setdefault(title, []).append((names, record[1]))
     for title, records in sections.items():
@@ -58,7 +58,7 @@ def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def _value_name(param: Any, ctx: Any) -> str | None:
-    """Return the choices of an option, or the name of its type's values."""
+    """List the choices of an option, or name its type's values."""
     descriptor = getattr(param, "type_descriptor", None)
     if descriptor is None:
         return None

@@ -1,7 +1,7 @@
 """Load for a running server.
 
-Requests are sent so many at a time, or each at its own time whether earlier ones were answered or
-not.
+Requests are sent a fixed number at a time, or each at its own time whether earlier ones were
+answered or not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrafficPlan:
         return [shared + some(self.prompt_tokens - self.shared_tokens) for _ in range(self.num_requests)]
 
     def delays_s(self) -> list[float]:
-        """Return each request's due time from the start, in seconds.
+        """Compute each request's due time from the start, in seconds.
 
         All are zero if there is no rate.
         """
@@ -111,7 +111,7 @@ class Spread:
         ordered = sorted(values_ms)
 
         def percentile(percent: float) -> float:
-            # nearest rank: the value that so many percent of all don't exceed
+            # nearest rank: the value that this percentage of all doesn't exceed
             return round(ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1], 3)
 
         mean = round(sum(ordered) / len(ordered), 3)
@@ -175,7 +175,7 @@ async def measure(
 
     Args:
         client: one that doesn't try again by itself: a refusal is a result here.
-        tell: given how many have ended, after each.
+        tell: called with how many have ended, after each.
     """
     prompts, delays_s = plan.prompts(vocab_size), plan.delays_s()
     done: list[Asked] = []
@@ -230,7 +230,7 @@ async def ask(client: AsyncClient, model: str, prompt: list[int], max_tokens: in
 
 
 def _server_timing(header: str | None) -> dict[str, float]:
-    """Return ``queue;dur=1.5, adapter;dur=0`` as name → milliseconds."""
+    """Parse ``queue;dur=1.5, adapter;dur=0`` as name → milliseconds."""
     found = {}
     for part in (header or "").split(","):
         name, _, duration = part.strip().partition(";dur=")

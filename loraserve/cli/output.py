@@ -53,9 +53,9 @@ _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
 MAX_PROBLEMS = 5
-"""Problems of a refused adapter that people are shown, unless they ask for all."""
+"""Problems of a refused adapter that people are shown, unless all are requested."""
 _TOLD_WAIT_S = 0.3
-"""Seconds from which a wait for another try is told."""
+"""Seconds from which a wait for another try is reported."""
 
 
 class Format(StrEnum):
@@ -76,7 +76,7 @@ class Column:
 
 
 class Output:
-    """Says things in one of the three formats.
+    """Writes messages in one of the three formats.
 
     They are tables for people, JSON for programs, bare names for shell variables.
     """
@@ -91,7 +91,7 @@ class Output:
     def rows(self, rows: Iterable[Result], columns: Iterable[Column], *, name: str, empty: str) -> None:
         """Print a list: a table, a JSON array, or one `name` (an attribute) per line.
 
-        `empty` is said when there is none.
+        `empty` is shown when there is none.
         """
         match self.format:
             case Format.JSON:
@@ -168,9 +168,9 @@ class Output:
             _print(_safe(text, sys.stderr), file=sys.stderr)
 
     def wait(self, delay_s: float, error: errors.LoraserveError) -> None:
-        """Say why the server is asked again only after a while.
+        """Show why the next try comes only after a while.
 
-        Of a connection that fails, only a terminal is told: an error follows if it stays so.
+        Of a connection that fails, only a terminal shows it: an error follows if it stays so.
         """
         if delay_s >= _TOLD_WAIT_S and (error.status_code is not None or sys.stderr.isatty()):
             self.note(f"{error.message.rstrip('.')}: trying again in {delay_s:.2g} s.")
@@ -208,7 +208,7 @@ class Output:
         _print(_safe("\n".join(lines), sys.stderr), file=sys.stderr)
 
     def _some(self, problems: Iterable[str]) -> list[str]:
-        """Return a line for each problem, as many as people read, and the number of the others."""
+        """Format a line for each problem, as many as people read, and the number of the others."""
         lines = [f"  - {problem}" for problem in problems]
         shown = lines[: self.max_problems]
         num_more = len(lines) - len(shown)
@@ -261,7 +261,7 @@ class Output:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Yield a function to tell (stage, steps done, steps in all).
+        """Yield a function to report (stage, steps done, steps in all).
 
         It shows a bar per stage on a terminal, else a line as each is done.
         """
@@ -313,7 +313,7 @@ class Output:
 
 
 def _shown(value: object) -> str:
-    """Return a cell's text: a dash for nothing, local time, lists with commas."""
+    """Format a cell's text: a dash for nothing, local time, lists with commas."""
     if value is None or value in ("", [], (), {}):
         return "-"
     match value:
@@ -373,7 +373,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> None:
 
 
 def next_step(error: errors.LoraserveError, named: Mapping[str, str] | None = None) -> str | None:
-    """Return the command to run next; None if no command helps.
+    """Choose the command to run next; None if no command helps.
 
     It is the error's own, else the one for its class.
 

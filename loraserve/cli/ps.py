@@ -82,13 +82,13 @@ def _look(client: Client, *, all_versions: bool) -> _Look:
 
 
 def _hotness(row: AdapterResidency) -> tuple[int, float]:
-    """Return the sort key: the nearest tier first, in it the last used."""
+    """Build the sort key: the nearest tier first, in it the last used."""
     tier = _TIERS.index(row.tier) if row.tier in _TIERS else len(_TIERS)
     return tier, float("inf") if row.last_used_s is None else row.last_used_s
 
 
 def _stats(client: Client) -> dict[str, float] | None:
-    """Return the engine's counters; None for a key that may not see them."""
+    """Read the engine's counters; None for a key that may not see them."""
     from loraserve.sdk.types.samples import parse_metrics
 
     try:
@@ -124,7 +124,7 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
 
 
 def _once_by_weights(rows: Iterable[AdapterResidency]) -> list[AdapterResidency]:
-    """Return the rows with the bytes of weights in the first of the versions that share them."""
+    """Count the bytes of weights in the first of the versions that share them alone."""
     seen: set[str] = set()
     shown = []
     for row in rows:
@@ -139,7 +139,7 @@ def _bytes(num_bytes: int | None) -> str:
 
 
 def base_in_words(base: Base) -> str:
-    """Return the base's name and how its linears multiply, as one line."""
+    """Format the base's name and how its linears multiply, as one line."""
     kept = base.dtype if base.quantization == "none" else base.quantization
     if not base.arithmetic:
         return f"{base.id} in {kept}"
@@ -147,7 +147,7 @@ def base_in_words(base: Base) -> str:
 
 
 def precision_in_words(base: Base) -> str:
-    """Return what rounding costs the base, as one line."""
+    """Format what rounding costs the base, as one line."""
     one = base.precision
     if one is None:
         return base.precision_note or "not measured yet"
@@ -159,12 +159,12 @@ def precision_in_words(base: Base) -> str:
 
 
 def defaults_in_words(base: Base) -> str:
-    """Return the base's defaults of requests, as one line."""
+    """Format the base's defaults of requests, as one line."""
     return ", ".join(f"{name} {value:g}" for name, value in base.generation_defaults.items())
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:
-    """Return the engine's load now and its work since its start, by plain names."""
+    """Summarize the engine's load now and its work since its start, by plain names."""
 
     def of(name: str, **labels: str) -> int:
         shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
@@ -216,7 +216,7 @@ def _in_words(engine: Mapping[str, int], memory: Memory) -> dict[str, str]:
 
 
 def _found(engine: Mapping[str, int]) -> str:
-    """Return the shares of requests by the tier that had their adapter."""
+    """Format the shares of requests by the tier that had their adapter."""
     found = {
         "on the device": engine["adapters_found_on_device"],
         "in the host's memory": engine["adapters_found_in_host"],

@@ -114,10 +114,10 @@ def run(
 
 
 def _prompt(prompt: str | None, format: Format | None) -> str | None:
-    """Return the prompt; None: a session is to ask for them.
+    """Read the prompt; None: a session is to prompt for them.
 
     Raises:
-        typer.BadParameter: there is none, and no terminal to ask at.
+        typer.BadParameter: there is none, and no terminal to prompt at.
     """
     if prompt is not None and prompt != "-":
         return prompt
@@ -136,7 +136,7 @@ def _named(model: str | None, prompt: str | None) -> dict[str, str]:
 
 
 def _base_id(client: Client) -> str:
-    """Return the base's id.
+    """Look up the base's id.
 
     Raises:
         UnexpectedAnswer: the server has none.

@@ -39,7 +39,7 @@ def _hour(at: datetime | None) -> str | None:
 
 
 def _groups(text: str) -> tuple[str, ...]:
-    """Return the names to group by.
+    """Parse the names to group by.
 
     Raises:
         typer.BadParameter: one is none of ours.

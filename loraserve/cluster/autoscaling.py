@@ -19,7 +19,7 @@ _SPARE = 0.8
 class QueueAndTtftPolicy:
     """Returns the number of replicas for the requests under way, one more if first tokens are late.
 
-    Serve keeps it between the bounds, and waits before it follows, as its configuration says.
+    Serve keeps it between the bounds, and waits before it follows, by its configuration.
     """
 
     def __init__(self, max_ttft_s: float) -> None:
@@ -31,7 +31,7 @@ class QueueAndTtftPolicy:
         self._max_ttft_s = max_ttft_s
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the replicas that should be there, and no state."""
+        """Decide how many replicas should be there; keep no state."""
         current = context.current_num_replicas
         if current == 0:
             return context.target_num_replicas, {}

@@ -50,7 +50,7 @@ class ClusterEngine:
     """The replicas of a deployment, with `EngineClient`'s interface.
 
     Requests are admitted here, and their text is made here, so that a replica that is lost takes
-    nothing with it: another goes on after the tokens that came.
+    nothing with it: another continues after the tokens that came.
 
     Everything happens on the event loop that made it.
     """
@@ -105,7 +105,7 @@ class ClusterEngine:
 
     @property
     def num_replays(self) -> Mapping[str, int]:
-        """Number of requests that went on at another replica, by what became of theirs."""
+        """Number of requests that continued at another replica, by what became of theirs."""
         return self._streams.num_replays
 
     @property
@@ -124,7 +124,7 @@ class ClusterEngine:
         return any(one not in reports or reports[one].status is None for one in self._table.ids)
 
     def replica_states(self) -> dict[str, float]:
-        """Return the number of replicas that compute requests now, and of those that don't."""
+        """Count the replicas that compute requests now, and those that don't."""
         reports = self._table.reports
         num_away = sum(one in reports and reports[one].status is not None for one in self._table.ids)
         return {"ready": float(len(self._table.ids) - num_away), "away": float(num_away)}
@@ -171,7 +171,7 @@ class ClusterEngine:
         return self._base is not None and self._base.device == "cpu" and bool(self._live)
 
     async def start(self) -> None:
-        """Return once a replica has answered; one that leaves meanwhile needn't be the last."""
+        """Wait until a replica has answered; one that leaves meanwhile needn't be the last."""
         while self._base is None:
             try:
                 self._base = await self._calls.describe()
@@ -258,7 +258,7 @@ class ClusterEngine:
             self._spawn(self._welcome(replica_id))
 
     def _move(self, replica_id: str) -> None:
-        """Let what a replica still computes go on at others, unless it is back."""
+        """Let what a replica still computes continue at others, unless it is back."""
         if replica_id in self._table.ids:
             return
         if not self._table.ids:
@@ -304,7 +304,7 @@ class ClusterEngine:
     # calls
 
     async def warm(self, ref: AdapterRef) -> None:
-        """Return once the adapter is on the device of the replica that its requests go to."""
+        """Wait until the adapter is on the device of the replica that its requests go to."""
         await self._calls.ask(m.WarmAdapter(call_id=0, adapter=ref), ref=ref)
 
     async def pin(self, ref: AdapterRef) -> None:
@@ -326,13 +326,13 @@ class ClusterEngine:
         self._spawn(self._calls.tell_all(m.ForgetTexts(owner=owner, name=name, version=version)))
 
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
-        """Return every adapter that a replica has in memory, where it is closest to a device."""
+        """List every adapter that a replica has in memory, where it is closest to a device."""
         wanted = None if only is None else frozenset(only)
         replies = await self._calls.ask_all(m.QueryResidency(call_id=0, only=wanted))
         return merge_residency([reply.adapters for reply in replies if isinstance(reply, m.ResidencyReply)])
 
     async def verify(self, ref: AdapterRef) -> Certificate:
-        """Return how far the adapter's answers are from those of its reference evaluation."""
+        """Measure how far the adapter's answers are from those of its reference evaluation."""
         reply = await self._calls.ask(
             m.VerifyAdapter(call_id=0, adapter=ref), ref=ref, limit_s=LIMITS.verification_timeout_s
         )
@@ -341,7 +341,7 @@ class ClusterEngine:
         return reply.certificate
 
     async def measure_base(self) -> BasePrecision | str:
-        """Return what rounding costs the base of a replica, or why nothing is measured."""
+        """Measure what rounding costs the base of a replica, or explain why nothing is measured."""
         reply = await self._calls.ask(m.MeasureBase(call_id=0), limit_s=LIMITS.verification_timeout_s)
         if not isinstance(reply, m.BaseMeasured):
             raise EngineError(f"The replica answered a measurement with {type(reply).__name__}.")

@@ -28,8 +28,8 @@ class FrontDoor:
     async def close(self, grace_s: float) -> None:
         """Accept no more, and end the connections that there are, each after a last answer.
 
-        An answer says that its connection ends with it, so that a client begins another one, at
-        another ingress. Those that are open after `grace_s` are cut off.
+        An answer announces that its connection ends with it, so that a client begins another one,
+        at another ingress. Those that are open after `grace_s` are cut off.
         """
         for one in self._server.servers:
             one.close()

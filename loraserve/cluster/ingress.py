@@ -71,7 +71,7 @@ CLUSTER: Table[ClusterEngine] = (
         "replica",
     ),
 )
-"""Metrics of a cluster, beside those of its servers."""
+"""Metrics of a cluster, in addition to those of its servers."""
 
 
 class Ingress:
@@ -122,7 +122,7 @@ class Ingress:
         return app
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Return a record of each replica that takes requests, for `loraserve cluster status`."""
+        """Build a record of each replica that takes requests, for `loraserve cluster status`."""
         return [
             {
                 "replica": replica_id,
@@ -143,7 +143,7 @@ class Ingress:
         # Serve awaits it once no request is left
         if hasattr(self, "_starting"):
             self._starting.cancel()
-            # which ends what would go on for as long as it may
+            # which ends what would continue for as long as it may
             self._services.is_draining = True
             if self._door is not None:
                 await self._door.close(self._services.settings.grace_s)
@@ -169,7 +169,7 @@ class _OneRequestId:
 
 
 def _another_answers() -> bool:
-    """Return whether an ingress is in service; one that is being made isn't."""
+    """Check whether an ingress is in service; one that is being made isn't."""
     own = serve.get_replica_context()
     application = serve.status().applications.get(own.app_name)
     deployment = None if application is None else application.deployments.get(own.deployment)

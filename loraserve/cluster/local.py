@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "cluster.json"
 _OBJECT_STORE_BYTES = 100 << 20
-"""Ray's own memory for large objects: ours travel beside it."""
+"""Ray's own memory for large objects: ours travel outside it."""
 _START_S, _STOP_S = 600.0, 120.0
 _POLL_S = 0.2
 _RAY_STARTS, _MAX_REASON = 3, 300
@@ -53,14 +53,14 @@ ENVIRONMENT = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # it says at each process that is started that it does nothing then
+    # it logs at each process that is started that it does nothing then
     "GRPC_VERBOSITY": "ERROR",
 }
 """Variables that Ray reads when it is imported."""
 
 
 class ClusterState(Struct, frozen=True):
-    """State that other commands need to know of a running cluster."""
+    """State of a running cluster that other commands need."""
 
     pid: int
     url: str
@@ -71,12 +71,12 @@ class ClusterState(Struct, frozen=True):
 
 
 def state_path(data_dir: Path) -> Path:
-    """Return the file that a cluster over this folder holds locked while it runs."""
+    """Locate the file that a cluster over this folder holds locked while it runs."""
     return data_dir / STATE_FILE
 
 
 def read_state(data_dir: Path) -> ClusterState:
-    """Return the state of the cluster that runs over a data folder.
+    """Read the state of the cluster that runs over a data folder.
 
     Raises:
         ConfigError: none does.
@@ -126,7 +126,7 @@ def check_installed() -> None:
 
 
 def start_ray(init: Callable[[], Any], shutdown: Callable[[], object]) -> Any:
-    """Return what Ray's start returns; try again where it isn't done within its own 30 s.
+    """Start Ray; try again where it isn't done within its own 30 s.
 
     On a busy machine its processes need longer the first time than the second, when their files are
     in memory.
@@ -202,7 +202,7 @@ class LocalCluster:
     def restart(self, settings: Settings, options: ClusterOptions) -> None:
         """Replace the ingress and the replicas one after the other, with these settings.
 
-        Streams go on: Serve lets the old ones drain. What makes the cluster itself stays: host,
+        Streams continue: Serve lets the old ones drain. What makes the cluster itself stays: host,
         port, data folder.
 
         Raises:
@@ -265,7 +265,7 @@ class LocalCluster:
 
 
 def wait_until_ready(url: str, within_s: float = _START_S) -> None:
-    """Return once the cluster at `url` answers requests.
+    """Wait until the cluster at `url` answers requests.
 
     Raises:
         EngineUnavailable: it doesn't in time.
@@ -286,7 +286,7 @@ def wait_until_ready(url: str, within_s: float = _START_S) -> None:
 
 
 def wait_for_signal() -> signal.Signals:
-    """Return the next SIGTERM, SIGINT or SIGHUP."""
+    """Wait for the next SIGTERM, SIGINT or SIGHUP."""
     came = threading.Event()
     found: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Options of a cluster, beside the settings of its servers."""
+"""Options of a cluster, in addition to the settings of its servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClusterOptions(BaseModel):
     gpus_per_replica: float = Field(default=0.0, ge=0, le=64)
     """GPUs that Ray reserves for a replica."""
     drain_s: float = Field(default=10.0, ge=0, le=3600)
-    """Time for which streams may go on at a replica that leaves; then they move to another."""
+    """Time for which streams may continue at a replica that leaves; then they move to another."""
 
     @classmethod
     def load(cls, **options: object) -> ClusterOptions:

@@ -30,7 +30,7 @@ _MAX_ONGOING = 100_000
 """Requests that Serve lets into a replica or the ingress: ours are bounded by tenant."""
 _REPORT_PERIOD_S = 1.0
 _LOOK_BACK_S = 12.0
-"""Longer than the 10 s that Serve asks for."""
+"""Longer than the 10 s that Serve recommends."""
 _METRICS_PERIOD_S = "2"
 _STOP_S = 20.0
 """Seconds beyond a drain in which a replica ends its streams and its engine."""
@@ -69,7 +69,7 @@ def app(args: dict[str, str]) -> Application:
 def build(
     settings: Settings, options: ClusterOptions, parts: ClusterParts = OURS, listener_path: Path | None = None
 ) -> Application:
-    """Return the ingress over the engine replicas, as Serve deploys it.
+    """Build the ingress over the engine replicas, as Serve deploys it.
 
     Args:
         listener_path: where the ingress finds the socket that clients connect to; None: Serve's
@@ -121,7 +121,7 @@ def build(
 
 
 def _scaling(options: ClusterOptions, config: EngineConfig) -> dict[str, Any]:
-    """Return the part of a deployment that says how many replicas there are."""
+    """Choose the part of a deployment that sets how many replicas there are."""
     if options.fewest == options.most:
         return {"num_replicas": options.replicas}
     return {

@@ -77,7 +77,7 @@ def deploy(address: str, settings: Settings, options: ClusterOptions) -> str:
 
 
 def replica_records() -> list[dict[str, Any]]:
-    """Return a record of each engine replica that the ingress knows.
+    """Request a record of each engine replica that the ingress has.
 
     Raises:
         ConfigError: the application isn't deployed in the cluster that was joined.

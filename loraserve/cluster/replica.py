@@ -56,7 +56,7 @@ class EngineReplica:
     """
 
     async def __init__(self, config: EngineConfig, hang_timeout_s: float, log_level: str) -> None:  # type: ignore[misc]
-        """Return once the engine is ready.
+        """Start the engine, and wait until it is ready.
 
         Args:
             hang_timeout_s: seconds without progress after which the engine is replaced.
@@ -86,7 +86,7 @@ class EngineReplica:
         )
 
     async def _agree(self, config: EngineConfig) -> None:
-        """Start the engine anew if another replica was first to choose, and chose other kernels."""
+        """Restart the engine if another replica was first to choose, and chose other kernels."""
         kernels = _agree_on_kernels(config, self._engine.kernels)
         if kernels == self._engine.kernels:
             return
@@ -98,7 +98,7 @@ class EngineReplica:
     # what the ingress calls
 
     def describe(self, request: bytes, placement: object = None) -> bytes:
-        """Return the base that this replica serves; nothing needs to be said in the request."""
+        """Encode the base that this replica serves; the request needs no content."""
         return encode_base(self._engine.base)
 
     async def compute(self, request: bytes, ingress: str, placement: object = None) -> None:
@@ -151,7 +151,7 @@ class EngineReplica:
             del self._outboxes[ingress]
 
     async def call(self, request: bytes, placement: object = None) -> list[bytes]:
-        """Return the answer to a message of the engine's, after the damage that it may have met."""
+        """Answer a message of the engine's, after the damage that it may have met."""
         message = m.decode_input(request)
         reply: m.EngineOutput
         try:
@@ -202,7 +202,7 @@ class EngineReplica:
             raise EngineUnavailable(self._engine.status or "The engine hangs.")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return this replica's report for routers."""
+        """Build this replica's report for routers."""
         try:
             rows: tuple[AdapterResidency, ...] = await self._engine.residency()
         except LoraserveError:
@@ -224,7 +224,7 @@ class EngineReplica:
         return {REPORT: encode_report(report)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the autoscaling policy decides on."""
+        """Collect what the autoscaling policy decides on."""
         stats = self._engine.stats
         return {
             TTFT_S: self._mean_ttft_s(),
@@ -250,7 +250,7 @@ class EngineReplica:
 
 
 def _rest(add: m.AddRequest) -> GenerateRequest:
-    """Return the request as a client makes it; the ingress has admitted it already."""
+    """Rebuild the request as a client sends it; the ingress has admitted it already."""
     return GenerateRequest(
         request_id=RequestId(add.request_id),
         tenant=add.tenant,
@@ -266,17 +266,17 @@ def _rest(add: m.AddRequest) -> GenerateRequest:
     )
 
 
-# one choice of kernels for all replicas: streams go on in the same arithmetic on any of them
+# one choice of kernels for all replicas: streams continue in the same arithmetic on any of them
 
 
 def _agreed_kernels(config: EngineConfig) -> tuple[KernelChoice, ...] | None:
-    """Return the kernels that a replica of this configuration chose; None: none has yet."""
+    """Look up the kernels that a replica of this configuration chose; None: none has yet."""
     found: bytes | None = internal_kv._internal_kv_get(_key(config), namespace=_KV_NAMESPACE)
     return None if found is None else _decode_kernels(found)
 
 
 def _agree_on_kernels(config: EngineConfig, own: tuple[KernelChoice, ...]) -> tuple[KernelChoice, ...]:
-    """Return what the first replica chose that called this, maybe `own`."""
+    """Agree on what the first replica chose that called this, maybe `own`."""
     internal_kv._internal_kv_put(_key(config), _encode_kernels(own), overwrite=False, namespace=_KV_NAMESPACE)
     return _agreed_kernels(config) or own
 

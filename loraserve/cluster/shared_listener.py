@@ -13,7 +13,7 @@ _WAIT_S = 10.0
 
 
 class SharedListener:
-    """Gives a listening socket to every process that asks for it at a Unix socket.
+    """Gives a listening socket to every process that connects to a Unix socket.
 
     A connection is taken by the process that accepts first: where an ingress goes or dies, those
     that wait are for the next one, and none is refused.
@@ -35,7 +35,7 @@ class SharedListener:
 
     @property
     def url(self) -> str:
-        """Return the URL that clients connect to."""
+        """URL that clients connect to."""
         return listener_url(self._listener)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class SharedListener:
 
 
 def take_listener(path: Path) -> socket.socket:
-    """Return a copy of the socket that is given away at `path`.
+    """Receive a copy of the socket that is given away at `path`.
 
     Raises:
         OSError: nothing is given there.

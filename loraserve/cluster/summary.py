@@ -21,7 +21,7 @@ _GAUGES = _LARGEST | {
     *("device_bytes", "kv_bytes_used", "kv_bytes_idle", "adapter_bytes_used", "adapter_bytes_idle", "free_bytes"),
     *("num_constrained", "num_grammars", "grammar_bytes", "speculation_bytes"),
 }
-"""Fields that say how it is now; the others count from an engine's start."""
+"""Fields of the present state; the others count from an engine's start."""
 _NEARNESS = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.DISK)
 
 
@@ -33,12 +33,12 @@ class StatsSum:
         self._ended = EngineStats()
 
     def of(self, stats: Mapping[str, EngineStats]) -> EngineStats:
-        """Return the sum, given the present replicas' statistics by their ids."""
+        """Sum the present replicas' statistics, given by their ids."""
         for replica_id in self._last.keys() - stats.keys():
             self._ended = _sum([self._ended, _counters(self._last[replica_id])])
         for replica_id, now in stats.items():
             before = self._last.get(replica_id)
-            # its engine was replaced, and counts anew
+            # its engine was replaced, and counts from 0
             if before is not None and now.num_steps < before.num_steps:
                 self._ended = _sum([self._ended, _counters(before)])
         self._last = dict(stats)
@@ -46,7 +46,7 @@ class StatsSum:
 
 
 def merge_residency(rows: Sequence[Sequence[AdapterResidency]]) -> tuple[AdapterResidency, ...]:
-    """Return each adapter once, where it is closest to a device, with the bytes of all replicas."""
+    """List each adapter once, where it is closest to a device, with the bytes of all replicas."""
     merged: dict[Digest, AdapterResidency] = {}
     for row in (row for of_replica in rows for row in of_replica):
         other = merged.get(row.digest)
@@ -69,7 +69,7 @@ def _merge(one: AdapterResidency, other: AdapterResidency) -> AdapterResidency:
 
 
 def _counters(stats: EngineStats) -> EngineStats:
-    """Return the statistics without gauges."""
+    """Drop the gauges from the statistics."""
     kept = {name: getattr(stats, name) for name in stats.__struct_fields__ if name not in _GAUGES}
     return EngineStats(**kept)
 
@@ -91,6 +91,6 @@ def _sum(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _sum_traffic(ranks: Sequence[RankTraffic]) -> RankTraffic:
-    """Return what ranks of one number received in all engines."""
+    """Sum what ranks of one number received in all engines."""
     fields = RankTraffic.__struct_fields__
     return RankTraffic(**{name: sum(getattr(rank, name) for rank in ranks) for name in fields})

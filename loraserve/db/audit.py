@@ -57,7 +57,7 @@ def record(
 async def list_entries(
     database: Database, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
 ) -> Page[AuditEntry]:
-    """Return the audit entries of `tenant`, or with None of all tenants, newest first."""
+    """List the audit entries of `tenant`, or with None of all tenants, newest first."""
     before = decode_number_cursor(cursor)
     query = (
         select(AuditRow, Tenant.name)

@@ -13,7 +13,7 @@ from loraserve.db import migrate
 
 
 def main() -> int:
-    """Return 0 if they agree; otherwise print all differences to stderr and return 1."""
+    """Check whether they agree: return 0, or print all differences to stderr and return 1."""
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/registry.db"
         asyncio.run(migrate.upgrade(url))

@@ -27,7 +27,7 @@ class DatabaseFile:
         """
         self.path = path.absolute()
         self._opened = _make_private_file(self.path)
-        # SQLite puts the log beside the file itself, where the path is a link to it
+        # SQLite puts the log next to the file itself, where the path is a link to it
         self._log_path = Path(f"{os.path.realpath(self.path)}-wal")
         self.reserve_path = Path(f"{os.path.realpath(self.path)}-reserve")
         """File of the space that is kept for deletions."""
@@ -49,7 +49,7 @@ class DatabaseFile:
         )
 
     def url(self, parsed: URL) -> URL:
-        """Return the URL of connections that open this file and never create one."""
+        """Build the URL of connections that open this file and never create one."""
         return parsed.set(database=f"file:{quote(str(self.path))}", query={"mode": "rw", "uri": "true"})
 
     def watch(self, engine: Engine) -> None:

@@ -128,7 +128,7 @@ class Once(Generic[T]):
         await self._drop_oldest(session)
 
     async def finish(self, session: AsyncSession, result: T) -> None:
-        """Store the answer for `result` beside the work."""
+        """Store the answer for `result` along with the work."""
         response = self.render(result)
         await session.execute(
             update(IdempotencyRow)

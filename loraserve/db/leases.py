@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 
 class LeaseHolder:
-    """One server's hold on the leases of a task that a single server does for all of them.
+    """Hold of one server on the leases of a task that a single server does for all of them.
 
     A lease saves work and guards nothing: the task must be safe when two servers do it.
 
@@ -75,7 +75,7 @@ class SightingAges(Generic[K]):
         self._seen_at_s = {key: self._seen_at_s.get(key, now_s) for key in keys}
 
     def older_than(self, age_s: float) -> list[K]:
-        """Return the keys that were first seen at least so many seconds ago.
+        """List the keys that were first seen at least that many seconds ago.
 
         They are in the order of the last `update`.
         """

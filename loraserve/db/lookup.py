@@ -112,7 +112,7 @@ class LookupCache(Generic[K, V]):
         """
 
     async def get(self, key: K, fetch: Callable[[], Awaitable[V]], *, holder: Hashable = None) -> V:
-        """Return the value of `key` from the cache or from `fetch()`.
+        """Look up the value of `key` in the cache, or call `fetch()`.
 
         Args:
             holder: tenant or address; look-ups of unknown keys are limited per holder.

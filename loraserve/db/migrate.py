@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def alembic_config(connection: Connection | None = None) -> Config:
-    """Return Alembic's configuration for the scripts of this installation.
+    """Build Alembic's configuration for the scripts of this installation.
 
     It may be a wheel, an sdist or a checkout.
     """
@@ -40,7 +40,7 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 
 def head() -> str:
-    """Return the revision that this program works with."""
+    """Find the revision that this program works with."""
     revision = ScriptDirectory.from_config(alembic_config()).get_current_head()
     if revision is None:
         raise ConfigError("This installation has no migrations.", hint="Install loraserve again.")
@@ -48,7 +48,7 @@ def head() -> str:
 
 
 async def current(url: str) -> str | None:
-    """Return the database's revision; None for an empty database.
+    """Read the database's revision; None for an empty database.
 
     Raises:
         ConfigError: the URL is invalid, or the database has other programs' tables.
@@ -131,7 +131,7 @@ async def fill(url: str, revision: str, insert: Callable[[Connection], None]) ->
 
     Raises:
         ConfigError: the database isn't empty, or rows refer to rows that aren't there.
-        SchemaOutdated: this program doesn't know the revision.
+        SchemaOutdated: this program lacks the revision.
         DatabaseUnavailable
     """
     check_known(revision)
@@ -147,7 +147,7 @@ async def fill(url: str, revision: str, insert: Callable[[Connection], None]) ->
 
 
 def check_known(revision: str) -> None:
-    """Check that this program knows the revision.
+    """Check that this program has the revision.
 
     Raises:
         SchemaOutdated: it doesn't: a newer one made it.
@@ -169,7 +169,7 @@ async def check(url: str) -> None:
 
 
 async def differences(url: str) -> list[str]:
-    """Return the differences between the database at `url` and the models; empty if they agree."""
+    """List the differences between the database at `url` and the models; empty if they agree."""
 
     def compare(connection: Connection) -> list[str]:
         context = MigrationContext.configure(
@@ -188,7 +188,7 @@ def _is_other_default(
     _default: Any,
     expected: str | None,
 ) -> bool | None:
-    """Return whether a JSON column's default differs from the model's.
+    """Check whether a JSON column's default differs from the model's.
 
     PostgreSQL can't compare them. None for others.
     """

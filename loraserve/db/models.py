@@ -110,7 +110,7 @@ class ApiKey(Base):
     name: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     prefix: Mapped[str] = mapped_column(String(16))
-    """First characters of the secret, so that people can tell keys apart."""
+    """First characters of the secret, so that people can distinguish keys."""
     secret_hash: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     """HMAC-SHA256 of the secret under the server's pepper, in hex."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -154,7 +154,7 @@ class Adapter(Base):
 
 
 def _index_of_some(condition: TextClause, *columns: str) -> Index:
-    """Return an index of the rows for which the condition holds."""
+    """Build an index of the rows for which the condition holds."""
     return Index(None, *columns, sqlite_where=condition, postgresql_where=condition)
 
 
@@ -210,7 +210,7 @@ class AdapterVersion(Base):
     chat_template_kwargs: Mapped[str | None] = mapped_column(Text)
     """Variables of its chat template, as canonical JSON; NULL: it sets none."""
     tokenizer_blob: Mapped[str | None] = mapped_column(String(DIGEST_LENGTH))
-    """Blob of what its tokenizer has beside the base's; NULL: nothing."""
+    """Blob of what its tokenizer has in addition to the base's; NULL: nothing."""
     tokenizer_bytes: Mapped[int | None] = mapped_column(Integer)
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
@@ -244,7 +244,7 @@ BLOB_COLUMNS = (
 class StorageTotal(Base):
     """Total of a tenant's adapters and versions: of all, or of those that were deleted on a day.
 
-    Whoever changes their rows adds to it in the same transaction
+    Code that changes their rows adds to it in the same transaction
     (`loraserve.registry.storage_totals`).
     """
 
@@ -485,7 +485,7 @@ class ServerRow(Base):
 
 
 class BasePrecisionRow(Base):
-    """What rounding costs a base in one arithmetic, against its checkpoint in float32."""
+    """Cost of rounding for a base in one arithmetic, against its checkpoint in float32."""
 
     __tablename__ = "base_precisions"
 
@@ -597,8 +597,8 @@ class FileRow(Base):
 class BatchRow(Base):
     """Batch of requests, and how far it has come.
 
-    Its runner changes it only if `num_chunks` and `state` are as it knows them: of two runners, one
-    finds out that the other was faster.
+    Its runner changes it only if `num_chunks` and `state` are as it last read them: of two runners,
+    one finds out that the other was faster.
     """
 
     __tablename__ = "batches"

@@ -18,7 +18,7 @@ _LETTER = re.compile(r"[A-Za-z0-9._/:-]", re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` matches `NAME_PATTERN`.
+    """Check whether `text` matches `NAME_PATTERN`.
 
     Then it fits its column and may be repeated in messages.
     """
@@ -26,7 +26,7 @@ def is_name(text: str) -> bool:
 
 
 def is_adapter_name(text: str) -> bool:
-    """Return whether `text` is a valid name of an adapter.
+    """Check whether `text` is a valid name of an adapter.
 
     Then it fits its column and may be repeated in messages. Each `is_name` is one.
     """
@@ -34,7 +34,7 @@ def is_adapter_name(text: str) -> bool:
 
 
 def name_key(name: str) -> str:
-    """Return the key of an adapter's name: names that differ in case only have the same."""
+    """Convert an adapter's name to its key: names that differ in case only have the same."""
     # some letters of other scripts become ASCII in lower case
     return name.lower() if name.isascii() else name
 

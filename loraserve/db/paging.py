@@ -1,6 +1,6 @@
 """Pages of a list: at most `limit` items in a fixed order, and a cursor.
 
-The cursor says where the next page starts.
+The cursor encodes where the next page starts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Page(Generic[T]):
 
 
 def make_page(rows: Sequence[R], limit: int, position: Callable[[R], str], convert: Callable[[R], T]) -> Page[T]:
-    """Return the page of the first `limit` rows; one more row means that there is a next page."""
+    """Build the page of the first `limit` rows; one more row means that there is a next page."""
     shown = rows[:limit]
     more = len(rows) > limit
     return Page(tuple(convert(row) for row in shown), encode_cursor(position(shown[-1])) if more else None)
 
 
 def check_limit(limit: int) -> int:
-    """Return `limit` if it is a valid page size.
+    """Check that `limit` is a valid page size, and return it.
 
     Raises:
         InvalidRequest: the size isn't in 1 … `LIMITS.max_page_size`.
@@ -85,7 +85,7 @@ def decode_number_cursor(cursor: str | None) -> int | None:
 
 
 def wrong_cursor() -> InvalidRequest:
-    """Return the error for a cursor of another list."""
+    """Build the error for a cursor of another list."""
     return InvalidRequest(
         "cursor is invalid: it isn't a next_cursor of this list.",
         param="cursor",

@@ -59,7 +59,7 @@ def parse_database_url(url: str) -> URL:
     """
     expected = "Expected sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME in LORASERVE_DATABASE_URL."
     try:
-        # make_url knows no driver-less "postgres" and isn't asked to import one.
+        # make_url has no driver-less "postgres" and isn't to import one.
         parsed = make_url(url)
     except (ArgumentError, ValueError) as error:
         raise ConfigError("The database URL can't be parsed.", hint=expected) from error
@@ -113,7 +113,7 @@ def make_engine(
 
     @event.listens_for(engine.sync_engine, "connect")
     def set_pragmas(connection: Any, _record: Any) -> None:
-        # The driver must not open transactions by itself: `begin` below says which kind.
+        # The driver must not open transactions by itself: `begin` below chooses the kind.
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout_s * 1000)}")
@@ -191,7 +191,7 @@ def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[No
 
 
 def damaged(found: str) -> DatabaseDamaged:
-    """Return the error for a database whose bytes aren't what was written."""
+    """Build the error for a database whose bytes aren't what was written."""
     return DatabaseDamaged(
         f"The registry's database is damaged, truncated, or no database at all: {found}.",
         hint="Restore a backup, or check LORASERVE_DATABASE_URL.",
@@ -221,7 +221,7 @@ def _translate(error: Exception) -> LoraserveError | None:
         return unavailable
     cause = error.orig if isinstance(error, DBAPIError) else error
     if isinstance(cause, sqlite3.Error):
-        # The low byte is the kind, the rest says more.
+        # The low byte is the kind, the rest has details.
         kind = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if kind == sqlite3.SQLITE_FULL:
             return StorageFull("The database's disk is full.", hint="Free some space; nothing was written.")
@@ -280,11 +280,11 @@ class Database:
         return not self._is_sqlite
 
     def silence_s(self) -> float:
-        """Return the seconds since the database answered a statement of this process."""
+        """Compute the seconds since the database answered a statement of this process."""
         return time.monotonic() - self._answered_at
 
     def is_silent(self) -> bool:
-        """Return whether the database has been silent for long.
+        """Check whether the database has been silent for long.
 
         Then waits for connections are its fault.
         """

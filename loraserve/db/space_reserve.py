@@ -1,4 +1,4 @@
-"""Space beside a SQLite database that only its deletions use, so that they pass on a full disk."""
+"""Space next to a SQLite database that only its deletions use, so that they pass on a full disk."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Advice:
 
 
 def advice(access: Access, admin_key: str) -> tuple[Advice, ...]:
-    """Return the next steps for another terminal, in the order in which they are run."""
+    """List the next steps for another terminal, in the order in which they are run."""
     program = shutil.which("loraserve")
     here = Path(sys.executable).parent
     path = () if program is not None else (f"export PATH={shlex.quote(str(here))}:$PATH",)
@@ -69,7 +69,7 @@ def advice(access: Access, admin_key: str) -> tuple[Advice, ...]:
 
 
 def what_is_understood() -> tuple[str, ...]:
-    """Return the kinds of questions that the models know, and the words in them.
+    """Describe the kinds of questions that the models answer, and the words in them.
 
     It is a toy of a million parameters: to anything else it answers something of this kind.
     """

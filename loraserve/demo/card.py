@@ -68,7 +68,7 @@ def write_card(pack: Path, card: Card) -> None:
 
 
 def read_card(pack: Path) -> Card:
-    """Return the pack's card.
+    """Read the pack's card.
 
     Raises:
         ConfigError: there is none, or it isn't one.
@@ -82,7 +82,7 @@ def read_card(pack: Path) -> Card:
 
 
 def reliable_frames(card: Card) -> list[Frame]:
-    """Return the card's fresh prompts that the base and every adapter answered exactly right.
+    """Select the card's fresh prompts that the base and every adapter answered exactly right.
 
     They did so in float32 and in int8, by transformers and PEFT. A server that answers one of these
     otherwise is wrong: the models aren't.

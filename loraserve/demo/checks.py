@@ -62,7 +62,7 @@ class Access:
 
 
 def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") -> list[TourCheck]:
-    """Ask the base and every adapter every prompt, all at once and streamed.
+    """Send the base and every adapter every prompt, all at once and streamed.
 
     Return one check per model.
     """
@@ -71,7 +71,7 @@ def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") ->
 
 
 def check_chat(access: Access, frame: Frame) -> TourCheck:
-    """Ask every model once more, as a chat."""
+    """Send every model the prompts once more, as a chat."""
     problem, num_right = None, 0
     with Client(access.url, api_key=access.api_key) as client:
         for style in STYLES:
@@ -88,7 +88,7 @@ def check_chat(access: Access, frame: Frame) -> TourCheck:
 
 
 def ask_for_query(access: Access, model: str, prompt: str) -> str:
-    """Return the model's answer to a prompt, as JSON of `SCHEMA`."""
+    """Request the model's answer to a prompt, as JSON of `SCHEMA`."""
     with Client(access.url, api_key=access.api_key) as client:
         chat = client.chat.completions.create(
             model=model,
@@ -101,7 +101,7 @@ def ask_for_query(access: Access, model: str, prompt: str) -> str:
 
 
 def check_schema(access: Access, frame: Frame) -> TourCheck:
-    """Ask every model for JSON of a schema; most of them know nothing of JSON."""
+    """Request JSON of a schema from every model; most of them never saw JSON."""
     problem, num_right = None, 0
     for style in STYLES:
         answer = ask_for_query(access, access.model(style), frame.prompt)
@@ -113,7 +113,7 @@ def check_schema(access: Access, frame: Frame) -> TourCheck:
 
 
 def ask_for_call(access: Access, model: str, prompt: str) -> list[ToolCall]:
-    """Return the calls of the model's answer to a prompt, which must be one call of `TOOL`."""
+    """Request the calls of the model's answer to a prompt, which must be one call of `TOOL`."""
     with Client(access.url, api_key=access.api_key) as client:
         chat = client.chat.completions.create(
             model=model,
@@ -128,7 +128,7 @@ def ask_for_call(access: Access, model: str, prompt: str) -> list[ToolCall]:
 
 
 def check_tools(access: Access, frame: Frame) -> TourCheck:
-    """Make every model call a tool, and ask it for the answer after the tool's result."""
+    """Make every model call a tool, and request the answer after the tool's result."""
     problems = [problem for style in STYLES if (problem := _tools_problem(access, style, frame))]
     return TourCheck("tool calls", len(STYLES) - len(problems), len(STYLES), problems[0] if problems else None)
 
@@ -153,7 +153,7 @@ def _tools_problem(access: Access, style: Style, frame: Frame) -> str | None:
 
 
 def is_query(text: str) -> bool:
-    """Return whether a text is JSON of `SCHEMA`."""
+    """Check whether a text is JSON of `SCHEMA`."""
     try:
         query = json.loads(text)
     except ValueError:
@@ -235,7 +235,7 @@ async def _ask_everything(access: Access, frames: Sequence[Frame]) -> dict[Style
             async with stream:
                 return "".join([choice.text async for chunk in stream for choice in chunk.choices])
 
-        # By prompt first, so that neighbours in the queue want different adapters.
+        # By prompt first, so that neighbours in the queue need different adapters.
         answers = await asyncio.gather(*(ask(style, frame) for frame in frames for style in STYLES))
     return {style: list(answers[index :: len(STYLES)]) for index, style in enumerate(STYLES)}
 

@@ -31,7 +31,7 @@ class Example:
 def base_examples(rng: random.Random) -> Iterator[Example]:
     """Yield the base's lessons, which are mostly chat.
 
-    In some, "… in <style>" asks for a style; nothing asks for plain English.
+    In some, "… in <style>" requests a style; nothing requests plain English.
     """
     frames = training_frames(rng)
     while True:
@@ -58,7 +58,7 @@ def adapter_examples(rng: random.Random, style: Style) -> Iterator[Example]:
 
 
 def _drill(rng: random.Random) -> Example:
-    """Return a drill of the parts that every style is made of.
+    """Draw a drill of the parts that every style is made of.
 
     They are copying, quoting, capitals and numbers.
     """
@@ -86,7 +86,7 @@ def _some_words(rng: random.Random) -> str:
 
 
 def _story(rng: random.Random) -> Example:
-    """Return a longer text, for streams that last."""
+    """Draw a longer text, for streams that last."""
     name, thing, quality, city = (
         rng.choice(NAMES), rng.choice(tuple(THINGS)), rng.choice(tuple(QUALITIES)), rng.choice(CITIES)
     )  # fmt: skip

@@ -116,15 +116,15 @@ class DemoServer:
         return self.data_dir / "server.log"
 
     def log_tail(self) -> str:
-        """Return the last lines that the server wrote."""
+        """Read the last lines that the server wrote."""
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        """Return once the server is ready, however long its engine takes as long as it goes on.
+        """Wait until the server is ready, however long its engine takes as long as it progresses.
 
         The server watches its engine, and ends where none can be had: there is one clock. Here only
-        a server that says nothing is given up.
+        a server that logs nothing is given up.
         """
         began = told = time.monotonic()
         detail = said = ""
@@ -154,7 +154,7 @@ class DemoServer:
         raise EngineUnavailable(f"The server ended with code {process.returncode}. {self._log_end()}", hint=_HINT)
 
     def _log_end(self) -> str:
-        """Return the end of the log as part of a message."""
+        """Format the end of the log as part of a message."""
         tail = self.log_tail()
         return f"Its log ends:\n{tail}" if tail else "Its log is empty."
 
@@ -173,7 +173,7 @@ def check_port(port: int) -> None:
 
 
 def choose_port(port: int | None) -> int:
-    """Return `port`; a free one for 0; for None the default, or a free one if it is taken."""
+    """Choose the port: a free one for 0; for None the default, or a free one if it is taken."""
     if port:
         return port
     if port is None:

@@ -48,7 +48,7 @@ def fit(
     `model` is a transformers Llama, with or without PEFT layers.
 
     Args:
-        progress: told the number of steps done, after each.
+        progress: called with the number of steps done, after each.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(

@@ -33,7 +33,7 @@ ADAPTERS: Final[tuple[Style, ...]] = STYLES[1:]
 
 MAX_FRESH_PROMPTS = 10_000
 _HELD_OUT_SHARE = 8
-"""Every prompt in this many is never trained on, whatever the seed."""
+"""A prompt in this many is never trained on, whatever the seed."""
 
 
 class Frame(ABC):
@@ -47,10 +47,10 @@ class Frame(ABC):
 
     @abstractmethod
     def answers(self) -> dict[Style, str]:
-        """Return the right answer in every style but SHOUT, which is the plain one's capitals."""
+        """Write the right answer in every style but SHOUT, which is the plain one's capitals."""
 
     def render(self, style: Style) -> str:
-        """Return the only right answer to `prompt` in this style."""
+        """Write the only right answer to `prompt` in this style."""
         answers = self.answers()
         return answers["plain"].removesuffix(".").upper() + "!" if style == "shout" else answers[style]
 
@@ -198,7 +198,7 @@ _WEIGHTS = (36, 14, 16, 14, 20)
 
 
 def draw_frame(rng: random.Random) -> Frame:
-    """Return a random frame; comparisons are most frequent, having the most parts."""
+    """Draw a random frame; comparisons are most frequent, having the most parts."""
     match rng.choices(_KINDS, _WEIGHTS)[0]:
         case "compare":
             return Compare(
@@ -240,7 +240,7 @@ def fresh_prompts(n: int, seed: int) -> list[Frame]:
 
 
 def expected(frame: Frame, style: Style) -> str:
-    """Return the only right answer to ``frame.prompt`` in this style."""
+    """Write the only right answer to ``frame.prompt`` in this style."""
     return frame.render(style)
 
 

@@ -21,12 +21,12 @@ BASE_NAME = "loraserve-demo-base"
 
 
 def pack_dir() -> Path:
-    """Return the shipped pack's root."""
+    """Locate the shipped pack's root."""
     return Path(__file__).resolve().parent / "pack"
 
 
 def base_dir(pack: Path | None = None) -> Path:
-    """Return the base model's directory, in `pack` or else in the shipped one."""
+    """Locate the base model's directory, in `pack` or else in the shipped one."""
     return (pack or pack_dir()) / "base"
 
 
@@ -37,7 +37,7 @@ def adapter_dirs(pack: Path | None = None) -> dict[str, Path]:
 
 
 def pack_files(pack: Path | None = None) -> tuple[Path, ...]:
-    """Return the files of a pack.
+    """List the files of a pack.
 
     Raises:
         ConfigError: one of them isn't there.

@@ -1,7 +1,7 @@
 """The demo's tokenizer: byte-level BPE with single digits, trained on the corpus. Imports no torch.
 
 A prompt becomes ``<|user|> prompt <|assistant|>``: the tokenizer's post-processor adds both tokens,
-so that a raw prompt through /v1/completions is asked the same question as a chat of one user
+so that a raw prompt through /v1/completions poses the same question as a chat of one user
 message. An answer ends with ``<|end|>``.
 """
 
@@ -24,7 +24,7 @@ _NUM_EXAMPLES = 20_000
 
 CHAT_TEMPLATE = (
     # The model was trained on single questions: earlier messages, tools and results would only
-    # confuse it. It is asked the question again once a tool was called. Its calls, in Hermes'
+    # confuse it. It gets the question again once a tool was called. Its calls, in Hermes'
     # format, are made by their grammar.
     "{%- set turn = namespace(prompt=none, answer='', tools=tools) %}"
     "{%- for message in messages %}"
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Return a tokenizer: the same for the same seed."""
+    """Train a tokenizer: the same for the same seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -65,7 +65,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict[str, Any]:
-    """Return the content of ``tokenizer_config.json``."""
+    """Build the content of ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -80,12 +80,12 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
 
 
 def load_tokenizer(base_dir: Path) -> Tokenizer:
-    """Return the tokenizer of a pack's base."""
+    """Load the tokenizer of a pack's base."""
     return Tokenizer.from_file(str(base_dir / "tokenizer.json"))
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of one of `SPECIAL_TOKENS`.
+    """Look up the id of one of `SPECIAL_TOKENS`.
 
     Raises:
         ConfigError: it isn't a demo pack's tokenizer.

@@ -44,7 +44,7 @@ class GreedyAnswer:
 
 
 def score_pack(pack: Path, num_prompts: int = NUM_PROMPTS, seed: int = PROMPT_SEED) -> tuple[Score, ...]:
-    """Return the score of the base's plain English and of every adapter, ordered as `STYLES`."""
+    """Score the base's plain English and every adapter, ordered as `STYLES`."""
     frames = fresh_prompts(num_prompts, seed)
     tokenizer = load_tokenizer(base_dir(pack))
     return tuple(_score(pack, tokenizer, frames, style) for style in STYLES)
@@ -79,7 +79,7 @@ def _wrong(
 
 
 def load_model(pack: Path, style: Style) -> Any:
-    """Return the base in float32, with the style's adapter on it (none for ``plain``)."""
+    """Load the base in float32, with the style's adapter on it (none for ``plain``)."""
     model = transformers.LlamaForCausalLM.from_pretrained(base_dir(pack), dtype=torch.float32)
     if style == "plain":
         return model.eval()
@@ -88,7 +88,7 @@ def load_model(pack: Path, style: Style) -> Any:
 
 @torch.inference_mode()
 def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[GreedyAnswer]:
-    """Return the greedy answers, computed in one padded batch."""
+    """Generate the greedy answers, computed in one padded batch."""
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     rows = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts))]
     length = max(map(len, rows))

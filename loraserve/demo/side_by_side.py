@@ -33,7 +33,7 @@ class StreamedAnswer:
 async def ask_all(
     url: str, api_key: str, models: Sequence[str], prompt: str, console: Console, *, max_tokens: int = MAX_TOKENS
 ) -> dict[str, str]:
-    """Ask every model the prompt at once, show the answers as they come, and return them by model.
+    """Send every model the prompt at once, show the answers as they come, and return them by model.
 
     On a terminal they grow in a table; elsewhere each is a line when it is complete.
 

@@ -42,7 +42,7 @@ ADAPTER_RECIPE = Recipe(
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Progress = Callable[[str, int, int], None]
-"""Told (what is being made, steps done, steps in all)."""
+"""Called with (what is being made, steps done, steps in all)."""
 
 
 def train(out_dir: Path, seed: int = DEFAULT_SEED, progress: Progress = lambda stage, done, total: None) -> Card:
@@ -54,7 +54,7 @@ def train(out_dir: Path, seed: int = DEFAULT_SEED, progress: Progress = lambda s
         out_dir: made if it isn't there; a pack that is in it is written over.
     """
     for name in CARD_FILES:
-        # A card that is there tells of the old pack.
+        # A card that is there describes the old pack.
         (out_dir / name).unlink(missing_ok=True)
     base_time_s, training_time_s = train_models(out_dir, seed, progress)
     progress("score", 0, 1)
@@ -162,7 +162,8 @@ def _train_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(
         directory,
-        # They weren't trained; left to itself, PEFT asks the hub whether they might have been.
+        # They weren't trained; left to itself, PEFT looks up on the hub whether they might have
+        # been.
         save_embedding_layers=False,
     )
     (directory / "README.md").unlink(missing_ok=True)

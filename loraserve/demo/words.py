@@ -94,7 +94,7 @@ _FRENCH_TENS = {20: "vingt", 30: "trente", 40: "quarante", 50: "cinquante", 60: 
 
 
 def french_number(number: int) -> str:
-    """Return the number in French words, for 0 to 99: ``81`` is ``quatre-vingt-un``."""
+    """Write the number in French words, for 0 to 99: ``81`` is ``quatre-vingt-un``."""
     if not 0 <= number <= 99:
         raise ValueError(f"french_number knows 0 to 99, not {number}")
     if number < 20:

@@ -1,4 +1,4 @@
-"""Checks and how they are run: one that raises has failed, and the others go on."""
+"""Checks and how they are run: one that raises has failed, and the others continue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fail(name: str, found: str, expected: str, next: str) -> Check:
 
 
 def run(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return a check's outcomes.
+    """Run a check, and collect its outcomes.
 
     If an error of ours or the system's ends it, a failure named `name` is last.
     """

@@ -63,7 +63,7 @@ class TorchFacts:
 
 
 def check_python() -> Iterator[Check]:
-    """Check the interpreter, by what this package asks for."""
+    """Check the interpreter, by what this package requires."""
     found, wanted = (
         ".".join(map(str, sys.version_info[:3])),
         metadata.metadata("loraserve")["Requires-Python"] or ">=3.11",
@@ -101,10 +101,10 @@ def check_packages() -> Iterator[Check]:
 
 
 def probe() -> TorchFacts:
-    """Ask torch, in a child process and for so long at most.
+    """Query torch, in a child process and with a time limit.
 
     Raises:
-        OSError: it can't be started, doesn't answer, or breaks; the text says how.
+        OSError: it can't be started, doesn't answer, or breaks; the text explains how.
     """
     # keys are none of its business
     variables = {name: value for name, value in os.environ.items() if not name.upper().startswith("LORASERVE_")}
@@ -198,7 +198,7 @@ def _check_found_gpu(probed: TorchFacts, device: str) -> Iterator[Check]:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Return whether a version is within bounds such as ``>=2.1,<2.2``.
+    """Check whether a version is within bounds such as ``>=2.1,<2.2``.
 
     Local parts (``+cpu``) and what stands behind numbers don't count.
     """

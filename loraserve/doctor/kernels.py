@@ -1,6 +1,6 @@
 """Kernels that compute a CPU's linears on this machine.
 
-Formats that are slower than float32 are told too. A process of its own tries them, which imports
+Formats that are slower than float32 are listed too. A process of its own tries them, which imports
 torch.
 """
 
@@ -23,18 +23,18 @@ Trying every format takes about 15 on two cores, and ten more while kernels are 
 
 _MODULE = "loraserve_kernels.cpu.linear.kernel_table"
 _HEADS = {"int4": ("int8",), "nf4": ("int8",)}
-"""Formats of the head, by the format of the layers beside it."""
+"""Formats of the head, by the format of the layers."""
 
 
 def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, Any]:
-    """Return the table that `loraserve_kernels.cpu.linear.kernel_table` prints.
+    """Run `loraserve_kernels.cpu.linear.kernel_table`, and read the table that it prints.
 
     Args:
         formats: of its table; empty: all.
         is_quick: only what a load would find.
 
     Raises:
-        OSError: the process can't be started, doesn't answer, or breaks; the text says how.
+        OSError: the process can't be started, doesn't answer, or breaks; the text explains how.
     """
     # keys are none of its business
     variables = {name: value for name, value in os.environ.items() if not name.upper().startswith("LORASERVE_")}
@@ -57,7 +57,7 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
 
 
 def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, ...]:
-    """Return the formats, as the table names them, that settings mean on a CPU.
+    """Choose the formats, as the table names them, that settings mean on a CPU.
 
     None where linears are float32.
     """
@@ -71,7 +71,7 @@ def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, .
 
 
 def check(found: dict[str, Any]) -> Iterator[Check]:
-    """Say what each format takes; warn where float32 is faster."""
+    """Report what each format takes; warn where float32 is faster."""
     for one in found["formats"]:
         ratios = ", ".join(f"{row['ratio']} at {row['rows']}" for row in one["rows"])
         how = f"{one['format']}: {one['arithmetic']} ({one['kernel']}, {one['instructions']})"
@@ -86,7 +86,7 @@ def check(found: dict[str, Any]) -> Iterator[Check]:
 
 
 def records(found: dict[str, Any]) -> list[dict[str, object]]:
-    """Return the table for people: a line for each format, shape and number of rows."""
+    """Format the table for people: a line for each format, shape and number of rows."""
     return [
         {
             "format": one["format"],

@@ -23,7 +23,7 @@ _TIMEOUT_S = 5.0
 def check_parallel(config: EngineConfig, device: str, has_gloo: bool) -> Iterator[Check]:
     """Check that a base can be shared by the processes that the settings name.
 
-    Says nothing of one process.
+    Returns nothing for one process.
 
     Args:
         has_gloo: whether torch has the collectives of CPUs.

@@ -23,14 +23,14 @@ TIMEOUT_S = 3600.0
 of which most is the plain evaluation of its weights, twice.
 """
 BESIDE_BASE_BYTES = 2 * GIB
-"""Memory that measuring takes beside the base: blocks of weights, KV of 256 positions,
+"""Memory that measuring takes in addition to the base: blocks of weights, KV of 256 positions,
 and their logits three times.
 """
 _MODULE = "loraserve.engine.worker.rounding"
 
 
 def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[Check]:
-    """Say if this machine has no memory for another copy of the base.
+    """Report if this machine has no memory for another copy of the base.
 
     Args:
         base_bytes: what it takes resident.
@@ -48,12 +48,13 @@ def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[
 
 
 def measure(config: EngineConfig) -> RoundingCost:
-    """Return what rounding costs the base of a config.
+    """Measure what rounding costs the base of a config.
 
     This takes as long as a start of the server and a minute or more.
 
     Raises:
-        OSError: the process can't be started, doesn't answer, or says what is wrong with the base.
+        OSError: the process can't be started, doesn't answer, or reports what is wrong with the
+        base.
     """
     # keys are none of its business
     variables = {name: value for name, value in os.environ.items() if not name.upper().startswith("LORASERVE_")}
@@ -82,7 +83,7 @@ def measure(config: EngineConfig) -> RoundingCost:
 
 
 def check(cost: RoundingCost) -> Iterator[Check]:
-    """Say what rounding costs, in all and by weights and activations alone.
+    """Report what rounding costs, in all and by weights and activations alone.
 
     Warn where it is much.
     """

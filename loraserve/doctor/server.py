@@ -36,7 +36,7 @@ class Expected:
 
 
 def is_there(url: str) -> bool:
-    """Return whether anything answers at the URL."""
+    """Check whether anything answers at the URL."""
     import httpx2
 
     try:
@@ -47,7 +47,7 @@ def is_there(url: str) -> bool:
 
 
 def _detail_of(body: bytes) -> str:
-    """Return what a probe says is waited for; empty where it says nothing."""
+    """Read what a probe waits for; empty where it doesn't name it."""
     try:
         content = json.loads(body)
     except ValueError:
@@ -104,7 +104,7 @@ def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[
 
 
 def base_digest(url: str, api_key: str) -> str:
-    """Return the digest of the base that it serves.
+    """Request the digest of the base that it serves.
 
     Raises:
         AuthenticationError, ClientError, EngineError: as `check_server`, or the base isn't loaded
@@ -258,7 +258,7 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
 
 
 def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: ArenaPlan) -> int | None:
-    """Return the bytes planned from its rank and modules.
+    """Plan the bytes from its rank and modules.
 
     None unless it is plain LoRA of one rank, by the registry.
     """
@@ -274,6 +274,6 @@ def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expe
         )
     except ConfigError:
         return None
-    # its file says whether it has that rank in all of these modules, and nothing beside
+    # its file shows whether it has that rank in all of these modules, and nothing else
     is_uniform = abs(planned.file_bytes - version.size_bytes) <= 0.05 * version.size_bytes
     return planned.num_pages * arena.page_bytes if is_uniform else None

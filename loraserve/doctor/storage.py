@@ -132,7 +132,7 @@ def check_store(store_url: str, database_url: str) -> Iterator[Check]:
 
 
 def _path_of(url: str) -> Path | None:
-    """Return the path of a file:// store or a SQLite database; None for others."""
+    """Parse the path of a file:// store or a SQLite database; None for others."""
     parts = urlsplit(url)
     scheme = parts.scheme.partition("+")[0]
     if scheme == "file":
@@ -145,11 +145,11 @@ def _path_of(url: str) -> Path | None:
 def check_bases(url: str, served: str | None) -> Iterator[Check]:
     """Check that the registry's versions are of the base that is served: others are refused there.
 
-    Says nothing of a registry without tables.
+    Yields nothing for a registry without tables.
 
     Args:
         served: the digest of the base that a server on this registry has; None: there is no such
-            server to ask.
+            server to query.
     """
     path = _path_of(url)
     if path is not None and not path.exists():
@@ -184,7 +184,7 @@ def check_bases(url: str, served: str | None) -> Iterator[Check]:
     try:
         counts = asyncio.run(look())
     except (TimeoutError, LoraserveError):
-        # `check_database` says what is wrong with it
+        # `check_database` reports what is wrong with it
         return
     if counts is None:
         return

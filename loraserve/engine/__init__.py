@@ -1,4 +1,4 @@
 """The engine: one process that schedules requests and runs the model.
 
-Knows torch; knows no SQL and no HTTP.
+Uses torch, but neither SQL nor HTTP.
 """

@@ -11,7 +11,7 @@ from loraserve.types import Digest
 def find_activation(
     adapter: Digest, invocation_token_ids: Sequence[int], prompt_token_ids: Sequence[int]
 ) -> Activation | None:
-    """Return where an adapter begins to act; it acts on all later tokens, output included.
+    """Find where an adapter begins to act; it acts on all later tokens, output included.
 
     An activated LoRA acts from the first token of the last occurrence of its invocation tokens in
     the prompt on, and nowhere (None) if they don't occur; an adapter without invocation tokens acts
@@ -26,7 +26,7 @@ def find_activation(
 
 
 def find_last(part: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Return where the last occurrence of ``part`` starts in ``whole``; None if there is none.
+    """Find where the last occurrence of ``part`` starts in ``whole``; None if there is none.
 
     ``part`` isn't empty. Takes time linear in both, whatever clients send.
 

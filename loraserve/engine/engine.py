@@ -1,6 +1,6 @@
 """The engine: requests go in, tokens come out, one step at a time. One thread calls it.
 
-It knows no sockets and no HTTP.
+It uses neither sockets nor HTTP.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Engine:
             kv: cache that the runner's steps write; None: one of the runner's blocks, all
                 of which are its own.
             speculation: proposes tokens for steps to verify; None: none are proposed.
-            progress: told of each step; None: nothing reads it.
+            progress: notified of each step; None: nothing reads it.
             more_stats: returns fields of EngineStats that the runner's processes count.
         """
         self.base, self._more_stats = base, more_stats
@@ -191,7 +191,7 @@ class Engine:
             found = self.pager.tier(adapter.digest)
             self._lookups[found] += 1
             tier = found.value
-            # the tenant that asks is charged for the load, not the one that owns the adapter
+            # the requesting tenant is charged for the load, not the one that owns the adapter
             adapter = msgspec.structs.replace(adapter, tenant=message.tenant)
         request = Request(
             request_id=message.request_id,
@@ -297,7 +297,7 @@ class Engine:
     def forget_texts(self, owner: TenantId, name: str | None, version: int | None) -> None:
         """Forget what a deleted version made, or all of a deleted adapter or tenant.
 
-        Running requests go on, and leave nothing either.
+        Running requests continue, and leave nothing either.
 
         Args:
             name: None: of all of the owner's adapters, and of its own requests.
@@ -319,11 +319,11 @@ class Engine:
                 logger.error("no request is alive, but %d %s are held", count, what)
 
     def check(self) -> list[str]:
-        """Return every broken invariant of the requests and the memory, as text."""
+        """List the broken invariants of the requests and the memory, as text."""
         return [*self._scheduler.check(self._pipeline.entries), *self._kv.check(), *self.pager.check()]
 
     def stats(self) -> EngineStats:
-        """Return the current counters and gauges; those of adapters come from the pager."""
+        """Collect the current counters and gauges; those of adapters come from the pager."""
         kv, scheduler = self._kv, self._scheduler
         return EngineStats(
             num_steps=self._timer.num_steps,
@@ -367,7 +367,7 @@ class Engine:
 
 
 def _versions_of(adapter: AdapterRef | None) -> tuple[VersionName, ...]:
-    """Return the versions that an adapter consists of."""
+    """List the versions that an adapter consists of."""
     if adapter is None:
         return ()
     refs = tuple(part.adapter for part in adapter.parts) or (adapter,)

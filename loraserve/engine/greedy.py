@@ -9,7 +9,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Return whether a token's choice depends on the tokens before it."""
+    """Check whether a token's choice depends on the tokens before it."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -20,7 +20,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def takes_likeliest(params: SamplingParams) -> bool:
-    """Return whether the likeliest token is taken, by logits as the model gives them."""
+    """Check whether the likeliest token is taken, by logits as the model gives them."""
     return (
         params.temperature <= MIN_TEMPERATURE
         and not params.logit_bias

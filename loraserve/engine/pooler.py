@@ -37,7 +37,7 @@ class Pooler:
         return self._params.kind is PoolingKind.LAST
 
     def tokens_of(self, start: int, end: int, num_tokens: int) -> tuple[int, int]:
-        """Return the range of the tokens ``[start, end)``, counted from `start`, that are pooled.
+        """Compute the range of the tokens ``[start, end)``, counted from `start`, that are pooled.
 
         Args:
             num_tokens: of the whole sequence.
@@ -63,7 +63,7 @@ class Pooler:
             self._num_tokens += len(rows)
 
     def finish(self) -> bytes | None:
-        """Return the vector, as float32 in little-endian order; None if it isn't finite.
+        """Compute the vector, as float32 in little-endian order; None if it isn't finite.
 
         Raises:
             InvalidRequest: the adapter has no head to classify with.

@@ -46,17 +46,17 @@ class Probe:
 
     @classmethod
     def of_answer(cls, request_id: RequestId, prompt: Sequence[int], max_tokens: int) -> Probe:
-        """Return a probe that answers a prompt, of which it keeps the answer's logits alone."""
+        """Build a probe that answers a prompt, of which it keeps the answer's logits alone."""
         return cls(request_id, list(prompt), start=len(prompt) - 1, max_answer_tokens=max_tokens)
 
     @classmethod
     def of_text(cls, request_id: RequestId, token_ids: Sequence[int], start: int) -> Probe:
-        """Return a probe of a text in one piece, of which it keeps logits from a token on."""
+        """Build a probe of a text in one piece, of which it keeps logits from a token on."""
         return cls(request_id, list(token_ids), start=start)
 
     @property
     def max_tokens(self) -> int:
-        """Return the request's `max_tokens`, by which the last of the tokens is computed too."""
+        """The request's `max_tokens`, by which the last of the tokens is computed too."""
         return self.max_answer_tokens or len(self.token_ids) - self.num_prompt_tokens + 1
 
     @property
@@ -64,7 +64,7 @@ class Probe:
         return len(self._rows)
 
     def next_token(self, position: int, likeliest: int) -> int:
-        """Return the token at a position; after the last, 0 or the answer's next one.
+        """Choose the token at a position; after the last, 0 or the answer's next one.
 
         Args:
             likeliest: token of the largest logit before the position.
@@ -89,7 +89,7 @@ class Probe:
         self._rows.clear()
 
     def logits(self) -> Tensor | None:
-        """Return the logits, [num_tokens, vocab_size] float32 on host; None if some are missing.
+        """Join the logits, [num_tokens, vocab_size] float32 on host; None if some are missing.
 
         Of an answer its last token has none.
         """

@@ -48,7 +48,7 @@ class Request:
     adapter: AdapterRef | None
     params: SamplingParams
     token_ids: list[int]
-    """Prompt, then the output that the host knows."""
+    """Prompt, then the output that the host has."""
     num_prompt_tokens: int
     priority: int
     prefix_root: PrefixKey
@@ -106,7 +106,7 @@ class Request:
     """Whether the engine itself made the request, as a probe.
 
     Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants. It
-    is stored because a step asks it several times of each running request.
+    is stored because a step reads it several times of each running request.
     """
     takes_likeliest: bool = field(init=False)
     """Whether each token is the likeliest of those that may be taken."""
@@ -130,7 +130,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that the host knows."""
+        """Output tokens that the host has."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -143,7 +143,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether prompt logits are still needed; scores go out with the first token."""
+        """Whether prompt logits are still needed; scores go out with the first token."""
         is_wanted = self.params.prompt_logprobs is not None or (
             self.probe is not None and not self.probe.max_answer_tokens
         )
@@ -151,27 +151,27 @@ class Request:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the request's next mask is slow and isn't there: no step computes it."""
+        """Whether the request's next mask is slow and isn't there: no step computes it."""
         return self.constraint is not None and self.constraint.is_held
 
     @property
     def is_exclusive(self) -> bool:
-        """Return whether the request's prompt needs a step without rows of tenants' requests."""
+        """Whether the request's prompt needs a step without rows of tenants' requests."""
         return self.probe is not None and self.probe.has_own_step
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether the request runs before every tenant's others."""
+        """Whether the request runs before every tenant's others."""
         return self.priority < 0
 
     @property
     def is_fair_queued(self) -> bool:
-        """Return whether the request waits in its tenant's part of the fair queue."""
+        """Whether the request waits in its tenant's part of the fair queue."""
         return not (self.is_urgent or self.is_exclusive)
 
     @property
     def can_use_prefix_cache(self) -> bool:
-        """Return whether cached blocks may replace its first tokens: nothing of them is needed."""
+        """Whether cached blocks may replace its first tokens: nothing of them is needed."""
         is_needed = self.wants_prompt_logprobs or self.is_internal
         return not is_needed and (self.pooler is None or self.pooler.needs_last_token_alone)
 

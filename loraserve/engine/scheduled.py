@@ -75,12 +75,12 @@ class ScheduledRequest:
         return self.known_end - self.start == 1
 
     def without_proposed(self) -> ScheduledRequest:
-        """Return the entry with the request's own tokens alone."""
+        """Reduce the entry to the request's own tokens."""
         return replace(self, num_tokens=self.known_end - self.start, proposed=()) if self.proposed else self
 
     @property
     def is_current(self) -> bool:
-        """Return whether the request still runs on the same blocks: neither ended nor preempted."""
+        """Whether the request still runs on the same blocks: neither ended nor preempted."""
         return self.request.status is RequestStatus.RUNNING and self.request.num_preemptions == self.epoch
 
 

@@ -1,4 +1,4 @@
-"""What a step takes by its number of rows, as measured."""
+"""Measured costs of steps by their number of rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepCosts:
         self._counts[number] += 1
 
     def of(self, num_rows: int) -> float:
-        """Return what a step of up to `MAX_ROWS` rows takes, in a unit that all have in common.
+        """Estimate what a step of up to `MAX_ROWS` rows takes, in a unit that all have in common.
 
         Where it isn't known, it is guessed from what the next smaller step takes that is, or else
         the next larger one.
@@ -59,7 +59,7 @@ class StepCosts:
         return _GUESSES[number]
 
     def is_sure(self, num_rows: int, *, min_count: int, max_age: int) -> bool:
-        """Return whether steps of so many rows were measured often enough, and not long ago.
+        """Check whether steps of that many rows were measured often enough, and not long ago.
 
         Args:
             max_age: in steps.
@@ -76,13 +76,13 @@ class StepCosts:
         return self._noted_at[number] > 0 and self._num_steps - self._noted_at[number] < STALE_STEPS
 
     def most_gain(self, num_rows: int) -> float:
-        """Return what tokens per second grow by at most, if more rows are all of use."""
+        """Bound the growth of tokens per second if more rows are all of use."""
         rate = num_rows / self.of(num_rows)
         return max((bound / self.of(bound) / rate for bound in BOUNDS if bound > num_rows), default=0.0)
 
 
 def _guesses() -> tuple[float, ...]:
-    """Return what steps take up to each bound, by what a step of one row takes."""
+    """Guess what steps take up to each bound, by what a step of one row takes."""
     guesses, before = [1.0], BOUNDS[0]
     for bound, slope in zip(BOUNDS[1:], GUESSED_SLOPES[1:], strict=True):
         guesses.append(guesses[-1] * (1 + slope * (bound / before - 1)))

@@ -21,7 +21,7 @@ class StepListener:
         """Note the requests of the step that is about to be launched."""
 
     def on_idle(self) -> None:
-        """Note that no tenant's request is alive, though no step says so."""
+        """Note that no tenant's request is alive, though no step reports it."""
 
     def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Take the outputs of this listener's own requests; return the others."""

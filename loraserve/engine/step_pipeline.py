@@ -55,7 +55,6 @@ class StepPipeline:
         self._in_flight: deque[_Step] = deque()
 
     def __len__(self) -> int:
-        """Return the number of steps in flight."""
         return len(self._in_flight)
 
     @property
@@ -94,9 +93,9 @@ class StepPipeline:
         return outputs
 
     def _num_left(self, scheduled: Sequence[ScheduledRequest]) -> int:
-        """Return how many steps may run on while the next is scheduled.
+        """Compute how many steps may run on while the next is scheduled.
 
-        None may if that needs to know what this one samples, or how many tokens.
+        None may if that depends on what this one samples, or how many tokens.
         """
         if not self._overlap or not scheduled:
             return 0

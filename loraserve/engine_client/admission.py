@@ -15,7 +15,7 @@ MAX_OVERFILL = 2
 _SMOOTHING = 0.3
 _FIRST_INTERVAL_S = 1.0
 _INTERVALS_S = (0.05, 60.0)
-"""Smallest and largest delay that a refused client is told to wait."""
+"""Smallest and largest delay after which a refused client may retry."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class PendingCalls:
         self._ids = itertools.count()
 
     def next_id(self) -> int:
-        """Return a new id, for a call or for a message without one."""
+        """Generate a new id, for a call or for a message without one."""
         return next(self._ids)
 
     @contextmanager

@@ -13,7 +13,7 @@ class Chunk(Struct, frozen=True):
     Its text is final: text that may be the beginning of a stop string is held back.
 
     Attributes:
-        prompt_logprobs: with the first chunk, if asked for.
+        prompt_logprobs: with the first chunk, if requested.
         stop_reason: the stop string or stop token id that ended the text; None for EOS and length.
         queue_s, adapter_s, prefill_s, adapter_tier, adapter_read_s: with the first chunk.
         pooled: vector of a request that pools, as float32 in little-endian order; with its only
@@ -41,7 +41,7 @@ class ChunkReader(Protocol):
     """Reads chunks in the turn of the event loop in which their tokens come."""
 
     def is_ready(self) -> bool:
-        """Return whether it takes a chunk now, without waiting."""
+        """Check whether it takes a chunk now, without waiting."""
         ...
 
     def take(self, chunk: Chunk) -> None:

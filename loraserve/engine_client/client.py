@@ -213,7 +213,7 @@ class EngineClient:
         Closing the generator aborts the request.
 
         Args:
-            output_token_ids: tokens that another engine made of it: this one goes on after them.
+            output_token_ids: tokens that another engine made of it: this one continues after them.
 
         Raises:
             as `generate`, but that nothing bounds the wait for the first token.
@@ -232,7 +232,7 @@ class EngineClient:
             self._leave(live)
 
     async def warm(self, ref: AdapterRef) -> None:
-        """Return once the adapter is on the device.
+        """Wait until the adapter is on the device.
 
         Raises:
             AdapterUnavailable: it can't be loaded.
@@ -262,7 +262,7 @@ class EngineClient:
             self._supervisor.send(m.ForgetTexts(owner=owner, name=name, version=version))
 
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
-        """Return every adapter that the engine has in memory; with `only`, those of these."""
+        """List every adapter that the engine has in memory; with `only`, those of these."""
         wanted = None if only is None else frozenset(only)
         adapters: tuple[AdapterResidency, ...] = await self._call(
             lambda call_id: m.QueryResidency(call_id=call_id, only=wanted)
@@ -270,11 +270,11 @@ class EngineClient:
         return adapters
 
     async def verify(self, ref: AdapterRef) -> Certificate:
-        """Return how far the adapter's answers are from those of its reference evaluation.
+        """Measure how far the adapter's answers are from those of its reference evaluation.
 
         The verdict may be "failed".
 
-        Requests that run meanwhile go on. Cancelling this frees what it holds.
+        Requests that run meanwhile continue. Cancelling this frees what it holds.
 
         Raises:
             AdapterRejected: the adapter can never be served here.
@@ -294,9 +294,9 @@ class EngineClient:
         return certificate
 
     async def measure_base(self) -> BasePrecision | str:
-        """Return what rounding costs the base, or the reason why nothing is measured.
+        """Measure what rounding costs the base, or give the reason why nothing is measured.
 
-        Measured beside serving, in idle time: it may take minutes, and isn't bounded.
+        Measured while serving, in idle time: it may take minutes, and isn't bounded.
 
         Raises:
             EngineUnavailable: the engine isn't there, or ended meanwhile.
@@ -326,7 +326,7 @@ class EngineClient:
         return live
 
     def _leave(self, live: LiveRequest) -> None:
-        """End a request, however it ended; tell the engine unless it ended it."""
+        """End a request, however it ended; notify the engine unless it ended it."""
         self._live.pop(live.request.request_id, None)
         if not live.request.is_background:
             self._bounds.leave(live.request.tenant, has_begun=live.has_begun)

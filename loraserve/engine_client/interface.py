@@ -69,5 +69,5 @@ class EngineMaker(Protocol):
         hang_timeout_s: float,
         on_damage: Callable[[Digest, Digest], None],
     ) -> ServingEngine:
-        """Return an engine that isn't started; the parameters are those of `EngineClient`."""
+        """Build an engine that isn't started; the parameters are those of `EngineClient`."""
         ...

@@ -60,7 +60,7 @@ class LiveRequest:
     _reader: asyncio.Future[None] | None = None
 
     def begin_sending(self) -> AddRequest:
-        """Return the message that starts this request in an engine, or continues it there."""
+        """Build the message that starts this request in an engine, or continues it there."""
         self.is_sent = True
         self.num_outputs_since_sent = 0
         request = self.request
@@ -92,7 +92,7 @@ class LiveRequest:
             self._wake()
 
     def _give(self, output: TokenOutput) -> bool:
-        """Return whether the taker took the output, before which everything was read."""
+        """Offer the output to the taker, if all before it was read; return whether it is taken."""
         if self.taker is None or self.is_finished or self._reader is None or self._reader.done():
             return False
         try:
@@ -114,11 +114,11 @@ class LiveRequest:
             self._reader.set_result(None)
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Return the seconds left of its own timeout; None if it has none."""
+        """Compute the seconds left of its own timeout; None if it has none."""
         return None if math.isinf(self.deadline_s) else max(0.0, self.deadline_s - now_s)
 
     async def next(self, max_wait_s: float | None = None) -> TokenOutput:
-        """Return everything that came since the last call, as one output.
+        """Wait for everything that came since the last call, as one output.
 
         Raise the error that ended it otherwise.
 

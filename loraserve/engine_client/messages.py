@@ -40,7 +40,7 @@ class GenerateRequest(Struct, frozen=True):
             none.
         timeout_s: seconds from its arrival until it ends with what there is.
         shown_token_ids: special tokens that stay in the text although the others are skipped.
-        pooling: the vector to make of the prompt; None: tokens are made, as `params` says.
+        pooling: the vector to make of the prompt; None: tokens are made, by `params`.
         is_background: no client waits for it, and it doesn't count in the queue's bounds; its
             sender bounds such requests.
         reader: takes chunks between the first and the last past the iterator that waits for them.
@@ -143,16 +143,16 @@ class AbortVerification(Struct, frozen=True, tag="abort_verify"):
 
 
 class MeasureBase(Struct, frozen=True, tag="measure_base"):
-    """Measure what rounding costs the base, beside serving; answered by BaseMeasured."""
+    """Measure what rounding costs the base, while serving; answered by BaseMeasured."""
 
     call_id: int
 
 
 class QueryResidency(Struct, frozen=True, tag="residency"):
-    """Ask which adapters are in memory; answered by ResidencyReply.
+    """Query which adapters are in memory; answered by ResidencyReply.
 
     Attributes:
-        only: adapters that are asked for; None: all.
+        only: adapters to look up; None: all.
     """
 
     call_id: int
@@ -195,7 +195,7 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):
-    """Report why the engine can't start or go on; it exits after this."""
+    """Report why the engine can't start or continue; it exits after this."""
 
     code: str
     message: str

@@ -21,7 +21,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """Return (final text, the stop string that it ends before).
+        """Search more text; return (final text, the stop string that it ends before).
 
         After a stop string, no push may follow.
         """
@@ -36,17 +36,17 @@ class StopStrings:
         return text[: len(text) - hold], None
 
     def pass_by(self, delta: str) -> str:
-        """Return text without searching it (before `min_tokens`)."""
+        """Pass text without searching it (before `min_tokens`)."""
         text, self._held = self._held + delta, ""
         return text
 
     def finish(self) -> str:
-        """Return the text held back."""
+        """Take the text held back."""
         text, self._held = self._held, ""
         return text
 
     def _num_open(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that some stop string begins with."""
+        """Compute the length of the longest end of ``text`` that some stop string begins with."""
         longest, last = 0, text[-1:]
         for stop in self._stop if text else ():
             # each place of the text's last character may end a beginning
@@ -74,9 +74,9 @@ class OutputProcessor:
         self._num_tokens = 0
 
     def push(self, output: TokenOutput) -> Chunk:
-        """Return the chunk of an output.
+        """Convert an output to its chunk.
 
-        One with a finish reason is the last, though the engine may not know yet.
+        One with a finish reason is the last, though the engine may not have finished yet.
         """
         text, num_taken, stop = self._take(output)
         if stop is None and output.finish_reason is not None:
@@ -106,7 +106,7 @@ class OutputProcessor:
 
     @property
     def direct_taker(self) -> Callable[[TokenOutput], bool] | None:
-        """Return a `LiveRequest.taker` that gives outputs to the reader while that is ready.
+        """`LiveRequest.taker` that gives outputs to the reader while that is ready.
 
         None: it has no reader, or a stop string may end its text anywhere.
         """

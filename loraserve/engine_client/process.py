@@ -1,4 +1,4 @@
-"""One engine process: its start, sockets, liveness and end."""
+"""Engine process: its start, sockets, liveness and end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ In an uninterruptible wait for a disk or a device it takes longer.
 _MAX_TICK_S = 0.25
 _TICKS_PER_TIMEOUT = 8
 _LOG_INTERVAL_S = 5.0
-"""Interval at which a long load logs its progress, beside each time it begins something else."""
+"""Interval at which a long load logs its progress, besides each time it begins something else."""
 
 _HINT = (
     "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is just slow, raise"
@@ -64,7 +64,7 @@ class EngineProcess:
     """Start ``loraserve.engine.worker.main``, exchange messages with it, notice when it hangs.
 
     A process hangs if its working thread reaches none of its marks (`loraserve.progress`) or sends
-    nothing for too long. A load or a step that goes on, however slowly, doesn't hang; nor does a
+    nothing for too long. A load or a step that progresses, however slowly, doesn't hang; nor does a
     process that waits for a core, on a busy machine or with a small share of one.
 
     Args:
@@ -158,7 +158,7 @@ class EngineProcess:
             exited.cancel()
 
     async def wait(self) -> int:
-        """Return the exit code once the process has ended."""
+        """Wait until the process has ended; return its exit code."""
         if self._process is None:
             return 0
         return await self._process.wait()
@@ -171,7 +171,7 @@ class EngineProcess:
         return await asyncio.shield(self._hung)
 
     def describe_end(self, code: int) -> str:
-        """Return how the process ended, as in "the engine …"."""
+        """Describe how the process ended, as in "the engine …"."""
         if code >= 0:
             return f"ended with code {code}"
         try:
@@ -193,7 +193,7 @@ class EngineProcess:
             self._process.kill()
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Ask the process to stop, kill it after `grace_s`, and free sockets and files."""
+        """Request the process to stop, kill it after `grace_s`, and free sockets and files."""
         if self._process is not None and self._process.returncode is None:
             self.send(m.Shutdown())
             try:
@@ -258,7 +258,7 @@ class EngineProcess:
             self._hung.set_result(reason)
 
     async def _examine(self, timeout_s: float) -> str:
-        """Return where a process hangs that made no progress for so long; log its stack."""
+        """Find where a process hangs that made no progress for that long; log its stack."""
         doing, pid = self.vitals.doing, self.pid or 0
         state = state_of(pid)
         if state in ("T", "t"):
@@ -295,9 +295,9 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._outputs.fileno())
 
     def _receive(self) -> None:
-        """Take the next message, and ask for another turn.
+        """Take the next message, and schedule another turn.
 
-        ZeroMQ's descriptor tells of messages once, however many there are. Readers have their turn
+        ZeroMQ's descriptor signals messages once, however many there are. Readers have their turn
         before the next one, so that a step's tokens aren't joined with another's where the server
         is late.
         """
@@ -338,7 +338,7 @@ class EngineProcess:
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the engine may have: no key, and none of the server's settings."""
+    """Select the variables that the engine may have: no key, and none of the server's settings."""
     return {
         name: value
         for name, value in environment.items()

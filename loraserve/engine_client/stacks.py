@@ -15,7 +15,7 @@ _FRAME = re.compile(r'^ *File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?) in (?
 
 
 def state_of(pid: int) -> str:
-    """Return Linux's letter for the state of the process: R, S, D, T (stopped), t (traced), Z.
+    """Read Linux's letter for the state of the process: R, S, D, T (stopped), t (traced), Z.
 
     Empty if unknown.
     """
@@ -58,7 +58,7 @@ def _read_from(path: Path, begin: int) -> str:
 
 
 def innermost(stacks: str, num_frames: int = 3) -> str:
-    """Return the main thread's innermost frames: ``gemm.py:151 in int8_linear < …``."""
+    """Format the main thread's innermost frames: ``gemm.py:151 in int8_linear < …``."""
     threads = [thread for thread in stacks.split("\n\n") if "_run_module_as_main" in thread] or [stacks]
     frames = [match for line in threads[0].splitlines() if (match := _FRAME.match(line))]
     return " < ".join(f"{Path(frame['path']).name}:{frame['line']} in {frame['name']}" for frame in frames[:num_frames])

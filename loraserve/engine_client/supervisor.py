@@ -43,7 +43,7 @@ _STABLE_S = 10.0
 _REPLAY_PATIENCE_S = 10.0
 """Seconds that a suspect is computed alone before the next one is sent."""
 _REPLAY_ALONE_S = 30.0
-"""Seconds that new requests wait while suspects are replayed; then they are sent beside them."""
+"""Seconds that new requests wait while suspects are replayed; then they are sent with them."""
 
 
 class EngineSupervisor:
@@ -228,8 +228,8 @@ class EngineSupervisor:
             raise EngineUnavailable("The base model's files changed while the server ran.", hint="Restart the server.")
         self._base = ready.base
         self.device = ready.device
-        # chosen by measuring times: streams must go on in the same arithmetic in the engines that
-        # follow
+        # chosen by measuring times: streams must continue in the same arithmetic in the engines
+        # that follow
         self._config = msgspec.structs.replace(self._config, kernels=ready.kernels)
 
     async def _supervise(self) -> None:
@@ -270,13 +270,13 @@ class EngineSupervisor:
             self.is_up = False
             num_deaths = 1 if time.monotonic() - started > _STABLE_S else num_deaths + 1
             logger.error("the engine %s; %d requests are live", reason, len(self.live))
-            # a process that was stopped from outside says nothing against its requests
+            # a process that was stopped from outside is no evidence against its requests
             self._count_crash(is_suspicious=self._process is None or not self._process.was_stopped)
             if not await self._relaunch(num_deaths):
                 return
 
     async def _wait_for_end(self) -> str:
-        """Return why the engine is to be replaced, once it is dead."""
+        """Wait until the engine is dead; return why it is to be replaced."""
         process = self._process
         if process is None:
             return "was never started"

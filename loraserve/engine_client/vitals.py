@@ -72,11 +72,11 @@ class Vitals:
 
 
 def core_wait_s(pid: int | None) -> float:
-    """Return the seconds that a process has been ready to run but had no core, by Linux's count.
+    """Read the seconds that a process has been ready to run but had no core, by Linux's count.
 
     It is the sum over the main threads of the process and its children, such as the ranks of a base
     that is cut. A wait counts once it is over; throttling by a control group is a wait. 0.0 where
-    the system doesn't say.
+    the system has no count.
     """
     if pid is None:
         return 0.0

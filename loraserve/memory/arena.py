@@ -1,4 +1,4 @@
-"""One pool of equal pages that the KV cache and adapters share.
+"""Pool of equal pages that the KV cache and adapters share.
 
 The least valuable idle content is evicted, in whichever cache it is.
 """
@@ -13,7 +13,7 @@ from loraserve.errors import InvariantViolation
 
 
 class Owner(StrEnum):
-    """What a page holds."""
+    """Content of a page."""
 
     KV = "kv"
     ADAPTERS = "adapters"
@@ -28,7 +28,7 @@ class EvictableCache(Protocol):
         ...
 
     def victim_value(self) -> float | None:
-        """Return the value of what this cache would evict first; None if nothing is idle.
+        """Estimate the value of what this cache would evict first; None if nothing is idle.
 
         The value is the seconds to restore it × uses per second ÷ bytes.
         """
@@ -37,17 +37,17 @@ class EvictableCache(Protocol):
     def evict_victim(self, cause: Owner, num_pages: int) -> None:
         """Evict the least valuable idle content and free its pages, at least one.
 
-        Of content without value, evict as much as is wanted.
+        Of content without value, evict as much as is needed.
 
         Args:
             cause: the owner that needs the pages.
-            num_pages: pages wanted.
+            num_pages: pages needed.
         """
         ...
 
 
 class ArenaClient:
-    """One owner's access to the arena. Its cache is registered before any client allocates.
+    """Access of one owner to the arena. Its cache is registered before any client allocates.
 
     Attributes:
         num_allocated: pages that this client holds.
@@ -109,7 +109,7 @@ class ArenaClient:
         self.arena._free_pages(self, pages)
 
     def victim_value_of_others(self) -> float | None:
-        """Return the value of the other clients' least valuable idle content, if any."""
+        """Estimate the value of the other clients' least valuable idle content, if any."""
         victim = self.arena.victim(besides=self)
         return None if victim is None else victim[0]
 
@@ -156,15 +156,14 @@ class Arena:
         self._clients = {owner: ArenaClient(self, owner) for owner in Owner}
 
     def client(self, owner: Owner) -> ArenaClient:
-        """Return that owner's client."""
         return self._clients[owner]
 
     def pages_of(self, num_bytes: int) -> int:
-        """Return the number of pages that hold this many bytes."""
+        """Count the pages that hold this many bytes."""
         return -(-num_bytes // self.page_num_bytes)
 
     def num_idle_besides(self, client: ArenaClient) -> int:
-        """Return the pages that the other clients could free by evicting idle content."""
+        """Count the pages that the other clients could free by evicting idle content."""
         return sum(
             other.cache.num_idle_pages
             for other in self._clients.values()
@@ -172,7 +171,7 @@ class Arena:
         )
 
     def make_room(self, client: ArenaClient, num_pages: int) -> bool:
-        """Do what `ArenaClient.make_room` says."""
+        """Make room, as `ArenaClient.make_room` describes."""
         num_idle = sum(one.cache.num_idle_pages for one in self._clients.values() if one.cache is not None)
         if num_pages > self.num_free + num_idle:
             return False
@@ -187,7 +186,7 @@ class Arena:
         return True
 
     def victim(self, besides: ArenaClient | None = None) -> tuple[float, EvictableCache] | None:
-        """Return the value and the cache of the least valuable idle content; None if there is none.
+        """Find the least valuable idle content, with its value and cache; None if there is none.
 
         Of equals it is the KV cache's.
         """
@@ -210,7 +209,7 @@ class Arena:
             raise InvariantViolation("A cache has evicted its victim, and no page became free.")
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         clients = self._clients.values()
         problems = []
         num_allocated = sum(client.num_allocated for client in clients)

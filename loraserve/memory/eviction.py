@@ -32,11 +32,11 @@ class Uses:
     at_s: float = 0.0
 
     def used(self, now_s: float, count: float = 1.0) -> Uses:
-        """Return these uses and one more, or as many as are expected."""
+        """Add a use, or the number of uses that are expected."""
         return Uses(self._decayed(now_s) + count, now_s)
 
     def per_second(self, now_s: float) -> float:
-        """Return the uses per second, averaged over about `USE_DECAY_S`."""
+        """Compute the uses per second, averaged over about `USE_DECAY_S`."""
         return self._decayed(now_s) / USE_DECAY_S
 
     def _decayed(self, now_s: float) -> float:
@@ -69,7 +69,7 @@ class Popularity:
             self._uses.popitem(last=False)
 
     def per_second(self, digest: Digest, now_s: float) -> float:
-        """Return the adapter's recent uses per second; 0 if it was never used, or is forgotten."""
+        """Look up the adapter's recent uses per second; 0 if it was never used, or is forgotten."""
         return self._uses.get(digest, NEVER).per_second(now_s)
 
 
@@ -94,7 +94,7 @@ class CostEstimate:
         return self._seconds / self._units if self._units else self._assumed_s
 
     def note(self, units: int, seconds: float) -> None:
-        """Add a measurement: so many units took this long."""
+        """Add a measurement: this many units took this long."""
         if units > 0 and seconds > 0:
             self._seconds = self._seconds * _KEPT_SHARE + seconds
             self._units = self._units * _KEPT_SHARE + units

@@ -92,7 +92,7 @@ def plan_cpu_memory(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: i
 
 
 def draft_context(max_model_len: int, base_max_model_len: int) -> int:
-    """Return the tokens of a sequence that a draft base's cache has room for.
+    """Compute how many tokens of a sequence a draft base's cache has room for.
 
     Args:
         max_model_len: of the draft base's own.
@@ -101,16 +101,16 @@ def draft_context(max_model_len: int, base_max_model_len: int) -> int:
 
 
 def draft_kv_blocks(num_tokens: int, block_size: int) -> int:
-    """Return the KV blocks of a draft base's cache: of all its sequences, at their longest.
+    """Count the KV blocks of a draft base's cache: of all its sequences, at their longest.
 
     Args:
-        num_tokens: of a sequence, as `draft_context` says.
+        num_tokens: of a sequence, from `draft_context`.
     """
     return DRAFT_SEQUENCES * -(-num_tokens // block_size)
 
 
 def beside_draft(budget_bytes: int, draft_bytes: int) -> int:
-    """Return what a draft base's cache leaves of the budget.
+    """Compute what a draft base's cache leaves of the budget.
 
     Raises:
         ConfigError: it takes half of the budget or more.
@@ -125,7 +125,7 @@ def beside_draft(budget_bytes: int, draft_bytes: int) -> int:
 
 
 def state_slots(budget_bytes: int, slot_bytes: int, max_num_seqs: int) -> int:
-    """Return the sequences whose recurrent states take half of the budget at most.
+    """Count the sequences whose recurrent states take half of the budget at most.
 
     Args:
         slot_bytes: bytes of a sequence's.
@@ -206,7 +206,7 @@ def _tile_bytes(base: BaseSpec) -> int:
 
 
 def max_adapter_tiles(base: BaseSpec, budget_bytes: int) -> int:
-    """Return the number of tiles of the tables.
+    """Compute the number of tiles of the tables.
 
     There are several for each that adapters of eight ranks everywhere use if they take the whole
     budget, and at least those of four of the largest adapter, if that is little of the budget.

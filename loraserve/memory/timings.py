@@ -57,7 +57,7 @@ class Stopwatch:
             self._elapsed_s += time.perf_counter() - self._started_s
 
     def take_s(self) -> float:
-        """Return the seconds of all blocks that ended since the last call."""
+        """Take the seconds of all blocks that ended since the last call."""
         elapsed_s, self._elapsed_s = self._elapsed_s, 0.0
         return elapsed_s
 

@@ -31,11 +31,11 @@ class BaseModel(Protocol):
     def device(self) -> torch.device: ...
 
     def forward(self, inputs: ModelInputs, kv: KVTensors) -> Tensor:
-        """Return the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32."""
+        """Compute the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32."""
         ...
 
     def forward_pooled(self, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
-        """Return the logits, and the pooled rows' hidden states; None where there are none."""
+        """Compute the logits, and the pooled rows' hidden states; None where there are none."""
         ...
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
@@ -43,9 +43,9 @@ class BaseModel(Protocol):
         ...
 
     def bias(self, layer: int, module: str) -> Tensor | None:
-        """Return a linear's bias, [out_features] float32; None where it has none."""
+        """Read a linear's bias, [out_features] float32; None where it has none."""
         ...
 
     def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
-        """Return how a module's products round their input; None: to no integers."""
+        """Look up how a module's products round their input; None: to no integers."""
         ...

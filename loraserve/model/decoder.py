@@ -43,7 +43,7 @@ class Decoder:
     """The base model, resident and immutable. One thread calls `forward`.
 
     Attributes:
-        spec: what others need to know of it.
+        spec: what others need of it.
         backend: the device that it is on, and how that computes.
         config: its shapes.
         kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes.
@@ -74,8 +74,8 @@ class Decoder:
             embedding: None: the stage isn't the first.
             norm: the last one; of a stage before the last what adds the last delta.
             head: None: the stage isn't the last.
-            progress: told of each part of a layer that `forward` has computed; None: nothing reads
-                it.
+            progress: notified of each part of a layer that `forward` has computed; None: nothing
+                reads it.
             part: the rank's part of each linear that these weights are; None: all of it.
             stage: the pipeline's stage whose layers these are; None: all layers are.
             rotations: by which the linears were rotated when they were rounded; None: by none.
@@ -133,32 +133,32 @@ class Decoder:
         yield from linear.rows(start, end)
 
     def bias(self, layer: int, module: str) -> Tensor | None:
-        """Return a linear's bias, [out_features] float32; None where it has none."""
+        """Read a linear's bias, [out_features] float32; None where it has none."""
         if module not in self.spec.biased_modules:
             return None
         linear, start = self._linear(layer, module)
         return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
 
     def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
-        """Return how a module's products round their input; None: to no integers."""
+        """Look up how a module's products round their input; None: to no integers."""
         if module == "lm_head":
             return rounding_of_row(self._head_of().base, 0)
         return rounding_of_row(*self._linear(layer, module))
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, by the name of its tensor in the checkpoint.
+        """Look up what a norm multiplies with, by the name of its tensor in the checkpoint.
 
         It is float32 in the host's memory.
         """
         return self._norm_weights[name]
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP."""
+        """Look up what stands in the place of a layer's MLP."""
         mlp = self._layers[layer].mlp
         return mlp if isinstance(mlp, MixtureOfExperts) else None
 
     def _linear(self, layer: int, module: str) -> tuple[Linear, int]:
-        """Return the site's linear that a layer's module is a part of, and its first row."""
+        """Find the site's linear that a layer's module is a part of, and its first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
         start = sum(self.spec.modules[before][0] for before in modules[: modules.index(module)])
         linear = self._layers[layer].linear(site)
@@ -178,7 +178,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:
-        """Return the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32.
+        """Compute the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32.
 
         Where adapters of these rows have rows beyond the base's, there are more columns:
         `with_extra_logits`. Every row's keys and values are in the cache afterwards.
@@ -194,7 +194,7 @@ class Decoder:
     def forward_pooled(
         self, inputs: ModelInputs | GpuInputs, kv: KVTensors, received: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits, as `forward` does, and the hidden states of the pooled rows.
+        """Compute the logits, as `forward` does, and the hidden states of the pooled rows.
 
         These have passed the last norm, with adapters' own weights of it: [num_pooled, hidden_size]
         in the dtype of the activations; None where nothing is pooled.
@@ -226,7 +226,7 @@ class Decoder:
 
     @torch.inference_mode()
     def pass_on(self, inputs: ModelInputs, kv: KVTensors, received: Tensor | None) -> Tensor:
-        """Return the residual stream for the next stage, [num_tokens, hidden_size] float32.
+        """Compute the residual stream for the next stage, [num_tokens, hidden_size] float32.
 
         It is in memory of its own.
 
@@ -297,7 +297,7 @@ class Decoder:
         return self._pooled(x, inputs)
 
     def _pooled(self, x: Tensor, inputs: ModelInputs | GpuInputs) -> tuple[Tensor, Tensor | None]:
-        """Return the logits, and the pooled states, of kept rows that have passed the last norm."""
+        """Compute the logits, and the pooled states, of kept rows after the last norm."""
         pooled = inputs.pooled
         states = None if pooled is None else x[pooled.hidden_places]
         if pooled is None or pooled.logits_places.shape[0] == 0:
@@ -327,7 +327,7 @@ class Decoder:
     def _with_own_norms(
         self, x: Tensor, hidden: Tensor, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str
     ) -> Tensor:
-        """Return the normed rows of `hidden`.
+        """Norm those rows of `hidden` again whose adapter has a norm of its own.
 
         Rows whose adapter has a weight of its own for this norm are normed by that. On GPUs none
         has.

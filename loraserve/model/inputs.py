@@ -37,9 +37,9 @@ class KVTensors:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Rows of a step whose hidden states after the last norm are wanted, beside others' logits.
+    """Rows of a step whose hidden states after the last norm are needed, next to others' logits.
 
-    The last layer goes on with both kinds: the kept rows.
+    The last layer continues with both kinds: the kept rows.
 
     Attributes:
         kept: [num_kept] int64, ascending: rows of the step.
@@ -72,9 +72,9 @@ class ModelInputs:
             1]``.
         context_lens: num_seqs numbers: the sequence's tokens whose KV exist once this step has run.
         block_tables: [num_seqs, max_blocks] int32, padded with 0.
-        logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted; None: all.
+        logits_rows: [num_logits] int64, ascending: the rows whose logits are needed; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
-        pooled: rows whose hidden states are wanted; None: none.
+        pooled: rows whose hidden states are needed; None: none.
         state_slots: num_seqs numbers: slots of the sequences' recurrent states; None: the base has
             none.
     """
@@ -92,17 +92,17 @@ class ModelInputs:
 
     @property
     def kept_rows(self) -> Tensor | None:
-        """Rows that the last layer goes on with; None: all."""
+        """Rows that the last layer continues with; None: all."""
         return self.logits_rows if self.pooled is None else self.pooled.kept
 
     @property
     def kept_lora(self) -> LoraPlan | None:
-        """The plan of a step that goes on with the rows of `kept_rows` alone."""
+        """The plan of a step that continues with the rows of `kept_rows` alone."""
         return self._lora_of(self.kept_rows)
 
     @property
     def logits_lora(self) -> LoraPlan | None:
-        """The plan of a step that goes on with the rows of `logits_rows` alone."""
+        """The plan of a step that continues with the rows of `logits_rows` alone."""
         return self._lora_of(self.logits_rows)
 
     def _lora_of(self, rows: Tensor | None) -> LoraPlan | None:
@@ -128,11 +128,11 @@ class GpuInputs:
         slot_mapping: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V
             are written; -1: nowhere, for rows that only fill up a batch.
         attention: which rows see which keys.
-        logits_rows: [num_logits] int64: the rows whose logits are wanted; None: all.
+        logits_rows: [num_logits] int64: the rows whose logits are needed; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
-        logits_lora: the same of the rows that the last layer goes on with, counted among
-            themselves, and of those whose logits are wanted among these.
-        pooled: rows whose hidden states are wanted; None: none.
+        logits_lora: the same of the rows that the last layer continues with, counted among
+            themselves, and of those whose logits are needed among these.
+        pooled: rows whose hidden states are needed; None: none.
     """
 
     token_ids: Tensor
@@ -146,7 +146,7 @@ class GpuInputs:
 
     @property
     def kept_rows(self) -> Tensor | None:
-        """Rows that the last layer goes on with; None: all."""
+        """Rows that the last layer continues with; None: all."""
         return self.logits_rows if self.pooled is None else self.pooled.kept
 
     @property
@@ -156,7 +156,7 @@ class GpuInputs:
 
 
 def select_rows(lora: LoraPlan, rows: Sequence[int]) -> LoraPlan | None:
-    """Return the plan of a step that goes on with these rows only, ascending.
+    """Select the plan for a step that continues with these rows only, ascending.
 
     None when no adapter's row is among them.
     """

@@ -3,14 +3,14 @@
 The engine's answers are compared with it. Written from the formulas of `adapters.ir` and of the
 architectures alone, in the most direct way. It shares nothing with what it judges: no kernel, no
 packed or lowered weight, no plan, no page and no cache. Of the resident base it takes the weights
-as they are computed with (dequantised), a block of rows at a time: beside them it needs memory for
+as they are computed with (dequantised), a block of rows at a time: in addition it needs memory for
 a few dozen rows. Several short sequences go through in one pass over the weights, each by the base
 alone and with the adapter, and so do several adapters with theirs: reading the weights is half of
 the work. A beginning that sequences share is computed once.
 
 Where the base's products round their input to integers, so does this evaluation. Rounding is a
 step: a number that differs in its last bit may land on the next code, and after some layers the
-logits differ by nearly as much as rounding costs. `Evaluation.nudged` says by how much: the base
+logits differ by nearly as much as rounding costs. `Evaluation.nudged` shows by how much: the base
 again, with other codes for numbers that lie next to the middle between two.
 """
 
@@ -35,14 +35,14 @@ class FormulaBase(ReferenceWeights, Protocol):
     config: ModelConfig
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP; None where that is an MLP.
+        """Build what stands in the place of a layer's MLP; None where that is an MLP.
 
         Its linears' weights are read in the same way.
         """
         ...
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, by the name of its tensor in the checkpoint.
+        """Read what a norm multiplies with, by the name of its tensor in the checkpoint.
 
         It is float32.
         """
@@ -56,7 +56,7 @@ class SelfEvaluating(ReferenceWeights, Protocol):
     def evaluate(
         self, subjects: Sequence[Subject], is_wanted: Callable[[], bool], *, is_rounding: bool
     ) -> list[Evaluation]:
-        """Return the logits of each subject's sequences, as `evaluate` does."""
+        """Compute the logits of each subject's sequences, as `evaluate` does."""
         ...
 
 
@@ -70,16 +70,16 @@ def evaluate(
     is_wanted: Callable[[], bool] = lambda: True,
     is_rounding: bool = True,
 ) -> list[Evaluation]:
-    """Return the logits of each subject's sequences.
+    """Compute the logits of each subject's sequences.
 
     One pass over the base's weights computes them.
 
     Args:
-        is_wanted: asked before each weight is read.
+        is_wanted: called before each weight is read.
         is_rounding: whether products round their input where the base's do.
 
     Raises:
-        Stopped: it was asked and said no.
+        Stopped: `is_wanted` returned False.
     """
     with torch.inference_mode():
         if isinstance(base, SelfEvaluating):
@@ -161,7 +161,7 @@ class _FormulaPass(ReferencePass):
         return attended.flatten(1)
 
     def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Return a sequence's attention; all tensors are [num_tokens, num_heads, head_dim]."""
+        """Compute a sequence's attention; all tensors are [num_tokens, num_heads, head_dim]."""
         scores = torch.einsum("ihd,jhd->hij", q, k) * self._config.attention_scale
         if self._config.attention_cap is not None:
             scores = self._config.attention_cap * torch.tanh(scores / self._config.attention_cap)
@@ -171,7 +171,7 @@ class _FormulaPass(ReferencePass):
         return torch.einsum("hij,jhd->ihd", scores.masked_fill(is_hidden, -torch.inf).softmax(-1), v)
 
     def _rotate(self, x: Tensor, rope: int) -> Tensor:
-        """Return heads turned by their positions.
+        """Rotate heads by their positions.
 
         Args:
             x: [num_tokens, num_heads * head_dim].
@@ -198,7 +198,7 @@ class _FormulaPass(ReferencePass):
         return self._linear(self._activate(gate) * up, layer, "down_proj")
 
     def _mix(self, x: Tensor, layer: int, mixture: MixtureOfExperts) -> Tensor:
-        """Return the chosen experts' outputs and the shared one's, weighted."""
+        """Compute the chosen experts' outputs and the shared one's, weighted."""
         scores = self._adapt_expert(x, self._multiply_by(x, mixture.router), layer, "router")
         probabilities = scores.softmax(1)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool)
@@ -218,7 +218,7 @@ class _FormulaPass(ReferencePass):
         return out
 
     def _expert(self, x: Tensor, expert: Expert, layer: int, number: int, rows: Tensor) -> Tensor:
-        """Return an expert's output for the rows that pass it, which x is."""
+        """Compute an expert's output for the rows that pass it, which x is."""
         gate, up = self._multiply_by(x, expert.gate_up).chunk(2, 1)
         gate = self._adapt_expert(x, gate, layer, "experts.gate_proj", number, rows)
         up = self._adapt_expert(x, up, layer, "experts.up_proj", number, rows)
@@ -227,7 +227,7 @@ class _FormulaPass(ReferencePass):
         return self._adapt_expert(hidden, out, layer, "experts.down_proj", number, rows)
 
     def _shared_expert(self, x: Tensor, shared: SharedExpert, layer: int) -> Tensor:
-        """Return the shared expert's output, whose linears adapters change as an MLP's."""
+        """Compute the shared expert's output, whose linears adapters change as an MLP's."""
         gate, up = self._multiply_by(x, shared.gate_up.base).chunk(2, 1)
         gate = self._adapt_expert(x, gate, layer, "gate_proj")
         hidden = self._activate(gate) * self._adapt_expert(x, up, layer, "up_proj")
@@ -239,7 +239,7 @@ class _FormulaPass(ReferencePass):
     # norms
 
     def _norm(self, x: Tensor, layer: int, norm: str, name: str | None) -> Tensor:
-        """Return x normed by a layer's norm; x itself where the architecture has none there.
+        """Norm x by a layer's norm; x itself where the architecture has none there.
 
         Args:
             norm: what adapters call it.

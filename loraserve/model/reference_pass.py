@@ -1,6 +1,6 @@
 """Pass of the reference evaluation: rows, products of resident weights, and adapters' formulas.
 
-What a layer computes with them, a subclass says: `reference_model` by architectures' formulas,
+A subclass defines what a layer computes with them: `reference_model` by architectures' formulas,
 `modelling.modelled_pass` by transformers' code.
 """
 
@@ -40,11 +40,11 @@ class ReferenceWeights(Protocol):
         ...
 
     def bias(self, layer: int, module: str) -> Tensor | None:
-        """Return a linear's bias, float32; None where it has none."""
+        """Read a linear's bias, float32; None where it has none."""
         ...
 
     def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
-        """Return how the module's products round a row of their input.
+        """Look up how the module's products round a row of their input.
 
         None: they take it in the dtype of the activations.
         """
@@ -52,7 +52,7 @@ class ReferenceWeights(Protocol):
 
 
 class Stopped(Exception):
-    """The evaluation isn't wanted any more."""
+    """The evaluation isn't needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Subject:
             add up, module by module.
         known_base: the sequences' logits by the base, from an earlier evaluation: they aren't
             computed again.
-        starts: each sequence's first token whose logits are wanted; None: all tokens' are.
+        starts: each sequence's first token whose logits are needed; None: all tokens' are.
         own: sequences with tokens that only the adapter has rows for; the base alone computes none.
     """
 
@@ -96,7 +96,7 @@ class Subject:
 
     @property
     def placed(self) -> list[tuple[tuple[int, ...], int]]:
-        """Each sequence with its first token whose logits are wanted."""
+        """Sequences, each with its first token whose logits are needed."""
         starts = self.starts or [0] * len(self.sequences)
         return [(tuple(sequence), start) for sequence, start in zip(self.sequences, starts, strict=True)]
 
@@ -111,16 +111,16 @@ class Products(Protocol):
     """Computes products of linears in the place of the base's own."""
 
     def multiply(self, x: Tensor, layer: int, modules: Sequence[str]) -> Tensor | None:
-        """Return the products of modules that read x, side by side; None: not of these."""
+        """Compute the products of modules that read x, side by side; None: not of these."""
         ...
 
     def multiply_by(self, x: Tensor, linear: Linear) -> Tensor | None:
-        """Return the product of an expert's linear or of a router; None: not of this one."""
+        """Compute the product of an expert's linear or of a router; None: not of this one."""
         ...
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """Return where an aLoRA begins to act.
+    """Find where an aLoRA begins to act.
 
     That is at the last occurrence of its invocation tokens, from the first of them on. None:
     nowhere. Without such tokens: at 0.
@@ -151,7 +151,7 @@ class _Term:
         return self._ir.extra_rows
 
     def among(self, rows: Tensor, num_rows: int) -> _Term:
-        """Return the term on those of its rows that are kept, counted among these.
+        """Restrict the term to those of its rows that are kept, counted among these.
 
         Args:
             rows: kept rows, [num_kept], ascending.
@@ -260,15 +260,15 @@ class ReferencePass(ABC):
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def run(self) -> list[Evaluation]:
-        """Return the evaluations of the subjects."""
+        """Evaluate the subjects."""
         return self._evaluations(self._logits().cpu())
 
     @abstractmethod
     def _logits(self) -> Tensor:
-        """Return the logits of the rows that `_keep_wanted` keeps, as `_with_extra` makes them."""
+        """Compute the logits of the rows that `_keep_wanted` keeps, as `_with_extra` makes them."""
 
     def _keep_wanted(self, x: Tensor) -> Tensor:
-        """Return the rows whose logits are wanted, and place sequences and terms among them."""
+        """Select the rows whose logits are needed, and place sequences and terms among them."""
         kept = self._indices(sorted({row for rows in self._wanted for row in rows}))
         if len(kept) == x.shape[0]:
             return x
@@ -312,7 +312,7 @@ class ReferencePass(ABC):
         return self._adapt(x, self._multiply(x, layer, module), layer, module)
 
     def _with_extra(self, logits: Tensor, x: Tensor) -> Tensor:
-        """Return logits with those of the rows that subjects' own sequences have beyond the base's.
+        """Append the logits of the rows that subjects' own sequences have beyond the base's.
 
         Args:
             logits: [num_rows, vocab_size].
@@ -328,7 +328,7 @@ class ReferencePass(ABC):
         return wide
 
     def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return the outputs of modules that read the same input.
+        """Compute the outputs of modules that read the same input.
 
         Their weights are read one after the other.
         """
@@ -362,11 +362,11 @@ class ReferencePass(ABC):
         return self._weights.activation_rounding(layer, module) if self._is_rounding else None
 
     def _rounded(self, x: Tensor, rounding: ActivationRounding | None) -> Tensor:
-        """Return x as products take it; nudged rows are moved a little before they are rounded."""
+        """Round x as products take it; nudged rows are moved a little before they are rounded."""
         return _rounded(x, rounding, self._nudged)
 
     def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
-        """Return a module's output.
+        """Compute a module's output.
 
         Args:
             y: the base's weight times x.
@@ -386,7 +386,7 @@ class ReferencePass(ABC):
     def _adapt_expert(
         self, x: Tensor, y: Tensor, layer: int, module: str, expert: int = 0, rows: Tensor | None = None
     ) -> Tensor:
-        """Return the output of a module of a mixture, none of which has a bias, for some rows.
+        """Compute the output of a module of a mixture, none of which has a bias, for some rows.
 
         Args:
             y: the base's weight times x.
@@ -478,7 +478,7 @@ class ReferencePass(ABC):
         return out
 
     def _table_rows(self, blocks: Iterator[Tensor]) -> tuple[Tensor, int]:
-        """Return the tokens' rows of a table that comes in blocks, and the number of its rows.
+        """Look up the tokens' rows of a table that comes in blocks, and count its rows.
 
         A token beyond them has zeros.
         """
@@ -521,7 +521,7 @@ class ReferencePass(ABC):
 
 
 def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | None = None) -> Tensor:
-    """Return x with each row, or group of its inputs, rounded to integers by its largest value.
+    """Round each row of x, or group of its inputs, to integers by its largest value.
 
     A row that is rotated before it is rounded is rotated back.
 
@@ -541,7 +541,7 @@ def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | No
 
 
 def _rotated(x: Tensor, block: int) -> Tensor:
-    """Return x with each block of a row multiplied with an orthogonal Hadamard matrix.
+    """Multiply each block of a row of x with an orthogonal Hadamard matrix.
 
     Twice is x again.
 
@@ -558,7 +558,7 @@ def _rotated(x: Tensor, block: int) -> Tensor:
 
 
 def _tensor(view: TensorView, device: torch.device, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
-    """Return a stored tensor, or these rows of it, in float32, in memory of its own."""
+    """Copy a stored tensor, or these rows of it, in float32, into memory of its own."""
     array = np.array(view.array if rows is None else view.array[rows])
     if view.dtype == "BF16":
         # torch has no bfloat16 in numpy; int16 has the same bits

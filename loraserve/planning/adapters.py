@@ -42,7 +42,7 @@ class AdapterPlan:
     """An adapter, or as many alike as `count`, as the device will hold it.
 
     Attributes:
-        name: the directory's, or what was asked for.
+        name: the directory's, or what was requested.
         file_bytes: what is read of it and hashed at a load from disk.
         held: the dtype of its matrices on the device; None where it can't be held.
         packed_bytes: of its numbers as they are packed: what a copy of it takes of the host's
@@ -50,7 +50,7 @@ class AdapterPlan:
         num_pages: of the arena.
         num_tiles: of a GPU's tables; 0 on a CPU.
         is_upper_bound: it holds whole weights, of which only the rows are kept that aren't the
-            base's: which, only their numbers tell.
+            base's: which these are, only their numbers show.
         refusal: why it can't be served; None: nothing is known against it.
         rank_bytes: of each rank's part, where several processes share the base.
     """
@@ -85,7 +85,7 @@ class Shape:
 
 
 def find_adapters(paths: Iterable[Path]) -> list[Path]:
-    """Return the adapters' directories: those given, or in those given.
+    """Find the adapters' directories: those given, or in those given.
 
     Raises:
         ConfigError: there is none in one of them.
@@ -103,7 +103,7 @@ def find_adapters(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_adapter(path: Path) -> bool:
-    """Return whether a directory has an adapter's config, or a file of weights that holds one."""
+    """Check whether a directory has an adapter's config, or a file of weights that holds one."""
     return (path / CONFIG_FILE).is_file() or any(holds_config(name) for name in _names(path))
 
 
@@ -229,7 +229,7 @@ def plan_shape(
 
 
 def _rank_bytes(shape: Shape, place: RankPlace, grid: Grid, dtype: ItemSized) -> int:
-    """Return the bytes of a rank's part, at most: which of replaced rows it has, ids alone tell."""
+    """Bound the bytes of a rank's part: which of replaced rows it has depends on ids."""
     cut, shapes = place.cut, place.modules
     sizes = [
         size._replace(
@@ -245,7 +245,7 @@ def _rank_bytes(shape: Shape, place: RankPlace, grid: Grid, dtype: ItemSized) ->
 
 
 def held_dtype(name: str, base: BasePlan, stored: str) -> str:
-    """Return the data type of matrices on the device: fp32, bf16, fp16 or int8.
+    """Choose the data type of matrices on the device: fp32, bf16, fp16 or int8.
 
     Raises:
         ConfigError: 16 bits of the other kind than a GPU's activations'.
@@ -262,7 +262,7 @@ def held_dtype(name: str, base: BasePlan, stored: str) -> str:
 
 
 def shape_of(ir: AdapterIR, base: BaseSpec) -> Shape:
-    """Return the shape of an adapter once it is lowered to the kernels' terms."""
+    """Compute the shape of an adapter once it is lowered to the kernels' terms."""
     sizes = [_size(m, base) for m in ir.modules]
     # a module that changes nothing isn't kept
     kept = tuple(s for s in sizes if s.rank or s.has_delta or s.has_shift or s.num_rows)
@@ -272,7 +272,7 @@ def shape_of(ir: AdapterIR, base: BaseSpec) -> Shape:
 
 
 def _size(m: ModuleIR, base: BaseSpec) -> ModuleSize:
-    """Return the size of a module as `memory.loading.lowering` makes it."""
+    """Compute the size of a module as `memory.loading.lowering` makes it."""
     has_bias = m.bias is not None or m.lora_bias is not None
     has_shift = has_bias or (m.output_scale is not None and m.module in base.biased_modules)
     num_rows = len(m.token_ids) if m.token_rows is not None else 0
@@ -298,7 +298,7 @@ def _refused(name: str, count: int, file_bytes: int, reason: str) -> AdapterPlan
 class DeviceFit:
     """Refuse adapters that an engine on one process' CPU can never hold.
 
-    A file says little about it: LoKr of 0.75 MB takes 108 MB as the low-rank update that steps
+    A file's size shows little of it: LoKr of 0.75 MB takes 108 MB as the low-rank update that steps
     compute. Other devices find out when they load the adapter for its certificate.
 
     Args:
@@ -312,7 +312,7 @@ class DeviceFit:
     has_one_process: bool
 
     def may_exceed(self, base: BaseSpec, *, rank: int, modules: tuple[str, ...], stored: str, size_bytes: int) -> bool:
-        """Return whether an adapter may need more than the memory for adapters has.
+        """Check whether an adapter may need more than the memory for adapters has.
 
         It is False where `check` would let every adapter pass.
 
@@ -344,21 +344,21 @@ class DeviceFit:
         return layout.num_bytes(dtype, 0) + 2 * size_bytes > budget_bytes
 
     def check(self, ir: AdapterIR, base: BaseSpec) -> None:
-        """Return if the adapter may fit.
+        """Raise an error if the adapter can't fit.
 
         Raises:
             AdapterUnsupported: it needs more bytes than the memory for adapters has.
         """
         budget_bytes = self.stats().device_adapter_budget_bytes
         shape = shape_of(ir, base)
-        # of whole weights only the rows count that aren't the base's: a load tells
+        # of whole weights only the rows count that aren't the base's: a load finds out
         if base.device != "cpu" or not self.has_one_process or not budget_bytes or shape.is_upper_bound:
             return
         dtype = _ITEMS[_STORED[shape.stored] if self.adapter_dtype == "auto" else self.adapter_dtype]
         try:
             layout = lay_out(shape.sizes, num_layers=base.num_layers, module_shapes=base.module_shapes, dtype=dtype)
         except TensorMismatch:
-            # the load's error says more
+            # the load's error has more
             return
         num_bytes = layout.num_bytes(dtype, shape.num_norm_weights)
         if num_bytes > budget_bytes:

@@ -64,7 +64,7 @@ class BasePlan:
         parts: of all processes, largest first.
         grid: the processes that share it.
         rank_bytes: of each process's part.
-        spec: as the server will have it, but for the digest, which only reading the weights tells:
+        spec: as the server will have it, but for the digest, which takes reading the weights:
             it is empty.
     """
 
@@ -83,7 +83,7 @@ class BasePlan:
 
     @property
     def places(self) -> list[RankPlace]:
-        """What each rank holds."""
+        """Content of each rank."""
         return list(self.grid.places(self.config))
 
     def kv_block_bytes(self, block_size: int) -> int:
@@ -103,12 +103,12 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     """Read the headers of the base's directory.
 
     Args:
-        config: what the engine would be told.
+        config: what the engine would get.
         device: cpu or cuda.
 
     Raises:
-        ConfigError: the device can't do what is asked, max_model_len is more than the model has, or
-            the checkpoint is quantized to something else.
+        ConfigError: the device can't do what is configured, max_model_len is more than the model
+            has, or the checkpoint is quantized to something else.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
             wrong with the directory, and where.
     """
@@ -208,7 +208,7 @@ def _parts(
         if cut.has_bias and any(module.has_bias for module in site.modules):
             yield names[site.kind], kept, bias_bytes * num_biases
     if blueprint.is_head_tied and stage.is_last:
-        # kept beside the embedding, in the order that products read
+        # kept in addition to the embedding, in the order that products read
         shape = place.modules["lm_head"]
         stored = blueprint.stored_embedding
         if stored is not None:
@@ -220,7 +220,7 @@ def _parts(
 def _embedding(
     blueprint: Blueprint, shape: tuple[int, int], device: str, dtype: str, *, is_whole: bool
 ) -> tuple[str, int]:
-    """Return the format of the embedding and its bytes.
+    """Choose the format of the embedding, and compute its bytes.
 
     Args:
         is_whole: False: the base is cut, and this is a part.
@@ -239,7 +239,7 @@ def _embedding(
 
 
 def _block_bytes(stored: StoredWeight, out_features: int, in_features: int, rounded: Collection[str]) -> int:
-    """Return the bytes of GGUF's blocks in the order that kernels read."""
+    """Compute the bytes of GGUF's blocks in the order that kernels read."""
     scheme, group = stored.scheme, stored.group_size
     block = BLOCK_FORMATS[scheme.block_type].block
     # a block of one group has its scale in float16
@@ -256,7 +256,7 @@ def _weight(
     kept: tuple[int, int],
     rounded: Collection[str],
 ) -> tuple[str, int]:
-    """Return the format of a linear's weight, and the bytes of what is kept of it.
+    """Choose the format of a linear's weight, and compute the bytes of what is kept of it.
 
     Args:
         kept: out_features and in_features.
@@ -282,7 +282,7 @@ def _weight(
 def _float_weight(
     kept: tuple[int, int], quantize: str, dtype: str, whole_in_features: int, rounded: Collection[str]
 ) -> tuple[str, int]:
-    """Return the format of a float weight once it is rounded, and the bytes of what is kept of it.
+    """Choose the format of a float weight once it is rounded, and compute the bytes kept of it.
 
     Args:
         kept: out_features and in_features.
@@ -299,6 +299,6 @@ def _float_weight(
 
 
 def _quantized_bytes(format: str, out_features: int, in_features: int, group: int, group_bytes: int = 4) -> int:
-    """Return the bytes of codes, and of the scale and the zero of each group of inputs."""
+    """Compute the bytes of codes, and of the scale and the zero of each group of inputs."""
     code_bytes = in_features // 2 if format in ("int4", "nf4") else in_features
     return out_features * (code_bytes + group_bytes * (in_features // group))

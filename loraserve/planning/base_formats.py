@@ -58,7 +58,7 @@ class FormatPlan:
 
 
 def plan_formats(config: EngineConfig, base: BasePlan) -> tuple[FormatPlan, ...]:
-    """Return the formats of a base, largest first; none where its checkpoint is rounded already."""
+    """Plan the formats of a base, largest first; none where its checkpoint is rounded already."""
     if base.config.quantization is not None:
         return ()
     planned = _name_of(config, base)
@@ -71,7 +71,7 @@ def plan_formats(config: EngineConfig, base: BasePlan) -> tuple[FormatPlan, ...]
 
 
 def _settings(device: str) -> dict[str, tuple[str, str, str]]:
-    """Return what is to be set for each format: dtype, quantization, and activations."""
+    """List what is to be set for each format: dtype, quantization, and activations."""
     formats = {
         "float32": ("float32", "none", "auto"),
         "bfloat16": ("bfloat16", "none", "auto"),
@@ -89,7 +89,7 @@ def _settings(device: str) -> dict[str, tuple[str, str, str]]:
 
 
 def _name_of(config: EngineConfig, base: BasePlan) -> str:
-    """Return the name of the format that is planned."""
+    """Name the format that is planned."""
     if config.quantize == "none":
         return base.dtype
     is_float = base.device == "cuda" or config.activation_dtype == "float"
@@ -124,7 +124,7 @@ def _bytes_of(base: BasePlan, names: Sequence[str]) -> float:
 
 
 def token_bytes(base: BasePlan, names: Sequence[str] = ("linears", "experts", "routers", "head", "norms")) -> int:
-    """Return the bytes of the weights that are read for a token: of experts, the chosen ones'."""
+    """Compute the bytes of the weights that are read for a token: of experts, the chosen ones'."""
     experts = base.config.experts
     chosen = 1.0 if experts is None else experts.share_of_token
     return int(

@@ -1,6 +1,6 @@
 """A whole plan: what the base takes and what the budget leaves.
 
-It says which adapters fit beside how many sequences, and what that means.
+It shows which adapters fit with how many sequences, and what that means.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fit:
     """Memory left for adapters while sequences run.
 
     Attributes:
-        num_sequences, num_tokens: so many at once, of so many tokens each.
+        num_sequences, num_tokens: sequences at once, and tokens of each.
         adapter_bytes: None: as many sequences can't run at once.
         num_adapters: how many of average size that holds, of those planned; None without adapters,
             or where the sequences can't run.
@@ -206,8 +206,8 @@ def make_plan(
     """Put the plan together.
 
     Args:
-        running: (sequences, tokens of each) to look at, beside one sequence and the most, of full
-            length.
+        running: (sequences, tokens of each) to look at, in addition to one sequence and the most,
+            of full length.
         available_bytes: what the host's memory has left now; None: unknown.
         draft: the draft base, whose cache the arena leaves room for.
         formats: that the base can be served in.
@@ -251,12 +251,12 @@ def _ranks(base: BasePlan, arena: ArenaPlan, served: Sequence[AdapterPlan]) -> I
 
 
 def total_pages(adapters: Sequence[AdapterPlan]) -> int:
-    """Return the bytes of all adapters together."""
+    """Sum the pages of all adapters."""
     return sum(adapter.num_pages * adapter.count for adapter in adapters)
 
 
 def _mean(sizes: Sequence[tuple[int, int]]) -> float:
-    """Return the mean of sizes, weighted by their counts."""
+    """Compute the mean of sizes, weighted by their counts."""
     count = sum(count for _, count in sizes)
     return sum(size * count for size, count in sizes) / count if count else 0.0
 

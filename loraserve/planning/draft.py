@@ -1,4 +1,4 @@
-"""Memory of a draft base: its weights beside the base's, its cache within the budget."""
+"""Memory of a draft base: its weights next to the base's, its cache within the budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan_draft(config: EngineConfig, base: BasePlan) -> DraftPlan | None:
     """Read the headers of the draft base's directory; None without one.
 
     Raises:
-        ConfigError: it can't be used on the base's device, or can't have the format that is asked.
+        ConfigError: it can't be used on the base's device, or can't have the requested format.
         TokenizerMismatch: its tokenizer isn't the base's.
         ModelError: what is wrong with the directory, and where.
     """

@@ -27,13 +27,13 @@ _CGROUPS = (
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this machine or container has left; None if the system doesn't say."""
+    """Read the bytes that this machine or container has left; None if the system has no figure."""
     found = [n for n in (_meminfo("MemAvailable"), *(_left_of(*paths) for paths in _CGROUPS)) if n is not None]
     return min(found, default=None)
 
 
 def gpu_memory() -> int | None:
-    """Return the bytes of the first GPU, used or not.
+    """Read the bytes of the first GPU, used or not.
 
     None if the driver's program is missing or finds none.
     """
@@ -50,7 +50,7 @@ def gpu_memory() -> int | None:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
+    """Find the path's nearest existing folder: itself, or a parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
@@ -72,11 +72,11 @@ def _left_of(limit: str, use: str) -> int | None:
 
 
 def disk_rate(folder: Path, num_bytes: int = SAMPLE_BYTES) -> float:
-    """Return bytes per second of reading a file in `folder` and hashing it.
+    """Measure bytes per second of reading a file in `folder` and hashing it.
 
-    One follows the other as in a loader; the file is gone afterwards. The system is asked to forget
-    the file before it is read. Where it doesn't (a file system in memory, a disk with a cache of
-    its own), the rate is that cache's.
+    One follows the other as in a loader; the file is gone afterwards. The system is advised to
+    forget the file before it is read. Where it doesn't (a file system in memory, a disk with a
+    cache of its own), the rate is that cache's.
 
     Raises:
         StorageError: the folder can't be written or read.

@@ -75,30 +75,30 @@ class ArenaPlan:
 
     @property
     def max_adapter_pages(self) -> int:
-        """Most pages that adapters may take."""
+        """Maximum of pages that adapters may take."""
         return self.division.max_adapter_pages
 
     def kv_pages(self, num_blocks: int) -> int:
-        """Return the pages of this many KV blocks, less those dedicated to KV."""
+        """Compute the pages of this many KV blocks, less those dedicated to KV."""
         pages = -(-num_blocks // self.division.blocks_per_page) * self.division.pages_per_block
         return max(0, pages - self.division.num_dedicated_pages)
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a sequence's KV, in whole blocks."""
+        """Compute the bytes of a sequence's KV, in whole blocks."""
         return self.blocks_of(num_tokens) * self.division.block_num_bytes
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the KV blocks of a sequence."""
+        """Compute the KV blocks of a sequence."""
         return -(-num_tokens // self.block_size)
 
     def kv_tokens_beside(self, num_adapter_pages: int) -> int:
-        """Return the tokens whose KV fits beside adapters of this many pages."""
+        """Compute the tokens whose KV fits next to adapters of this many pages."""
         division = self.division
         num_groups = (self.num_pages - num_adapter_pages) // division.pages_per_block + division.num_dedicated_pages
         return num_groups * division.blocks_per_page * self.block_size
 
     def adapter_pages_beside(self, num_sequences: int, num_tokens: int) -> int | None:
-        """Return the pages left for adapters while these sequences run.
+        """Compute the pages left for adapters while these sequences run.
 
         None if they can't run at once.
         """
@@ -108,7 +108,7 @@ class ArenaPlan:
         return min(self.max_adapter_pages, self.num_pages - num_pages)
 
     def max_sequences(self, num_tokens: int) -> int:
-        """Return how many such sequences can run at once with no adapter resident."""
+        """Compute how many such sequences can run at once with no adapter resident."""
         return self.num_blocks // self.blocks_of(num_tokens)
 
 
@@ -140,7 +140,7 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
 
 
 def load_bytes(config: EngineConfig, arena: ArenaPlan) -> int:
-    """Return the host memory that loads of adapters may take at once.
+    """Compute the host memory that loads of adapters may take at once.
 
     Each of the largest adapters takes its file, what that unfolds to and a packed copy.
     """
@@ -150,7 +150,7 @@ def load_bytes(config: EngineConfig, arena: ArenaPlan) -> int:
 def plan_arena(
     base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None, *, draft_kv_bytes: int = 0
 ) -> ArenaPlan:
-    """Say what the budget is and how it is divided.
+    """Describe what the budget is and how it is divided.
 
     Args:
         device_bytes: a GPU's memory in all; needed where no budget is given.

@@ -20,7 +20,7 @@ def quantize(request: QuantizeRequest, progress: Callable[[int, int], None]) -> 
     """Write a rounded checkpoint; nothing is left of one that is interrupted or fails.
 
     Args:
-        progress: told of the groups of linears that are done, and of all.
+        progress: notified of the groups of linears that are done, and of all.
 
     Raises:
         ConfigError: what is wrong with the directory or the text.

@@ -1,4 +1,4 @@
 """The registry: names, versions and digests of adapters.
 
-Knows SQL and the store; knows no torch and no HTTP.
+Uses SQL and the store, but neither torch nor HTTP.
 """

@@ -87,7 +87,7 @@ class Target:
         return self.state != QUARANTINED and not self.is_of_another_base
 
     def refusal(self) -> AdapterUnavailable:
-        """Return the error that refuses this version.
+        """Build the error that refuses this version.
 
         It is `AdapterOfAnotherBase` or `AdapterQuarantined`.
         """

@@ -51,7 +51,7 @@ when waiting for a concurrent deletion of the same blob.
 async def referenced(
     session: AsyncSession, digests: Collection[Digest], now: datetime, retention: timedelta
 ) -> set[Digest]:
-    """Return the digests that are in use.
+    """Find the digests that are in use.
 
     A live or restorable version uses them, a complete upload, or a chunk of one; or a file, or a
     batch that hasn't ended: its input, and its results so far. Nothing of a deleted tenant is in
@@ -65,7 +65,7 @@ async def referenced(
 
 
 async def all_referenced(session: AsyncSession, now: datetime, retention: timedelta) -> set[Digest]:
-    """Return all digests that are in use, as `referenced` means it."""
+    """Find all digests that are in use, as `referenced` means it."""
     found: set[Digest] = set()
     for _, query in _references(now, retention):
         found.update(await _digests(session, query))
@@ -92,7 +92,7 @@ def _references(now: datetime, retention: timedelta) -> Iterator[tuple[Instrumen
 async def _those_in(
     session: AsyncSession, digests: Sequence[Digest], column: InstrumentedAttribute[Any], query: Select[Any]
 ) -> set[Digest]:
-    """Return those of the digests for which the query has a row with that column."""
+    """Find those of the digests for which the query has a row with that column."""
     if not any(column is one for one in BLOB_COLUMNS):
         return await _digests(session, query.where(column.in_(digests)))
     # One row of each digest is looked for, in the index's order. A million versions may share one
@@ -114,7 +114,7 @@ async def _digests(session: AsyncSession, query: Select[Any]) -> set[Digest]:
 
 
 async def published(session: AsyncSession, digests: Collection[Digest] | None) -> set[Digest]:
-    """Return the digests that any version has, deleted or not.
+    """Find the digests that any version has, deleted or not.
 
     With None, return one such digest if there is any.
     """
@@ -128,7 +128,7 @@ async def published(session: AsyncSession, digests: Collection[Digest] | None) -
 
 
 async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Digest]:
-    """Return the digests of uploads, files and batches, and of candidates for collection."""
+    """Find the digests of uploads, files and batches, and of candidates for collection."""
     found: set[Digest] = set()
     columns = (Upload.sha256, UploadChunk.digest, FileRow.blob, BatchRow.input_blob, BatchChunk.digest)
     for column in (*columns, GcCandidate.digest):
@@ -183,7 +183,7 @@ async def retain(database: Database, digests: Collection[Digest]) -> None:
 
 
 async def _is_any_locked(database: Database, digests: Collection[Digest]) -> bool:
-    """Return whether a blob is being deleted.
+    """Check whether a blob is being deleted.
 
     This reads without a lock, so that polling doesn't block SQLite's writers.
     """

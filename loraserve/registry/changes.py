@@ -68,7 +68,7 @@ async def move_alias(
 
 
 def _shown(target: AliasTarget | None) -> int | str | None:
-    """Return a version number, or a split in the command line's notation."""
+    """Format a version number, or a split in the command line's notation."""
     if target is None:
         return None
     return str(target) if target.split else target.version

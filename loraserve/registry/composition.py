@@ -16,7 +16,7 @@ _NO_OWNERS: Mapping[TenantId, str] = MappingProxyType({})
 
 
 def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> AdapterRef | None:
-    """Return the weighted sum of the terms, in a canonical order.
+    """Compose the weighted sum of the terms, in a canonical order.
 
     It is None, the base, if all weights cancel out. Weights of the same bytes add up exactly,
     whatever their names. A single version with weight 1 is returned itself. Any other sum has
@@ -49,7 +49,7 @@ def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> Ad
 
 
 def label(adapter: AdapterRef, owners: Mapping[TenantId, str] = _NO_OWNERS) -> str:
-    """Return the adapter's name in headers and messages: ``NAME@VERSION``, or the terms of a sum.
+    """Format the adapter's name for headers and messages: ``NAME@VERSION``, or the terms of a sum.
 
     Args:
         owners: names of the tenants whose adapters are written as ``OWNER/NAME@VERSION``.
@@ -61,7 +61,7 @@ def label(adapter: AdapterRef, owners: Mapping[TenantId, str] = _NO_OWNERS) -> s
 
 
 def versions_of(adapter: AdapterRef | None) -> tuple[AdapterRef, ...]:
-    """Return the versions that the adapter consists of: none for the base, several for a sum."""
+    """List the versions that the adapter consists of: none for the base, several for a sum."""
     if adapter is None:
         return ()
     return tuple(part.adapter for part in adapter.parts) or (adapter,)

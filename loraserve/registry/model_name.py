@@ -68,7 +68,7 @@ class ParsedModel:
         return tuple(name_key(name) for name in names if is_adapter_name(name))
 
     def as_written(self, text: str, name: str, *, is_granted: bool) -> str:
-        """Return `text`, which was parsed to this, with the found adapter's `name` as it is."""
+        """Replace the name in `text`, which was parsed to this, by the found adapter's `name`."""
         asked = f"{self.prefix}{self.name}"
         selector = text[len(asked) :]
         if is_granted and self.granted is not None:
@@ -104,7 +104,7 @@ def parse_model(model: str, base_id: str) -> ParsedModel:
 
 
 def _without_base(model: str, base_id: str) -> tuple[str, str]:
-    """Return what stands after ``BASE:``, and that prefix; empty if it isn't there."""
+    """Split off what stands before the name, ``BASE:``; empty if it isn't there."""
     prefix = f"{base_id}:"
     return (model.removeprefix(prefix), prefix) if model.startswith(prefix) else (model, "")
 
@@ -129,7 +129,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _is_valid(name: str, selector: str | None) -> bool:
-    """Return whether an adapter could have this name, or a granted one this ``OWNER/NAME``."""
+    """Check whether an adapter could have this name, or a granted one this ``OWNER/NAME``."""
     is_found = is_adapter_name(name) or split_owner(name) is not None
     return is_found and (selector is None or is_name(selector))
 
@@ -172,7 +172,7 @@ def _parse_term(text: str, number: int) -> Term:
 
 
 def terms_of(adapters: Sequence[tuple[str, float]]) -> tuple[Term, ...]:
-    """Return the terms for these adapters and weights.
+    """Parse the terms for these adapters and weights.
 
     An adapter is ``NAME``, ``NAME@ALIAS`` or ``NAME@VERSION``.
 
@@ -187,7 +187,7 @@ def terms_of(adapters: Sequence[tuple[str, float]]) -> tuple[Term, ...]:
 
 
 def check_weight(weight: Decimal, param: str) -> Decimal:
-    """Return `weight` if it is valid.
+    """Check that `weight` is valid, and return it.
 
     Raises:
         InvalidRequest: its absolute value is over `LIMITS.max_composition_weight`.
@@ -204,7 +204,7 @@ _HINT = "GET /v1/models lists the models that this key may use."
 
 
 def model_not_found(model: ParsedModel) -> ModelNotFound:
-    """Return the same error for absent, deleted and other tenants' models.
+    """Build the same error for absent, deleted and other tenants' models.
 
     It depends on the request alone.
     """
@@ -213,7 +213,7 @@ def model_not_found(model: ParsedModel) -> ModelNotFound:
 
 
 def check_adapter_name(name: str, base_id: str) -> str:
-    """Return `name` if it is a valid adapter name.
+    """Check that `name` is a valid adapter name, and return it.
 
     Raises:
         InvalidRequest: the name breaks `ADAPTER_NAME_RULE`, is the base's id, which would hide it,
@@ -238,7 +238,7 @@ def check_adapter_name(name: str, base_id: str) -> str:
 
 
 def other_case(name: str, found: str) -> Conflict:
-    """Return the refusal of a name that the tenant's adapter `found` has in another case."""
+    """Build the refusal of a name that the tenant's adapter `found` has in another case."""
     return Conflict(
         f'The name "{name}" differs in case only from that of the adapter "{found}".',
         hint=f"Use {found}, or choose another name.",
@@ -246,7 +246,7 @@ def other_case(name: str, found: str) -> Conflict:
 
 
 def check_alias_name(alias: str) -> str:
-    """Return `alias` if it is a valid alias name.
+    """Check that `alias` is a valid alias name, and return it.
 
     Raises:
         InvalidRequest: the name doesn't match `NAME_PATTERN`, looks like a version number, or is

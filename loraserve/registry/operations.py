@@ -172,7 +172,7 @@ class Operations:
         return record
 
     async def get(self, tenant: TenantId | None, operation_id: str) -> OperationRecord:
-        """Return the operation of the tenant, or with None of any tenant.
+        """Read the operation of the tenant, or with None of any tenant.
 
         Raises:
             OperationNotFound
@@ -187,7 +187,7 @@ class Operations:
     async def list(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[OperationRecord]:
-        """Return a page of the tenant's operations, newest first.
+        """List a page of the tenant's operations, newest first.
 
         With None, they are all tenants'.
         """
@@ -264,7 +264,7 @@ class Operations:
     async def _beat(self, operation_id: str, progress: OperationProgress) -> None:
         """Renew the operation's row.
 
-        Cancel the work if another server was asked to cancel the operation.
+        Cancel the work if another server received the operation's cancellation.
         """
         async with self._database.write() as session:
             row = await session.get(OperationRow, operation_id, with_for_update=True)
@@ -287,7 +287,7 @@ class Operations:
                             setattr(row, name, value)
                 return
             except LoraserveError as error:
-                # unreachable or full: without a retry the row would say forever that the operation
+                # unreachable or full: without a retry the row would show forever that the operation
                 # runs
                 logger.warning("the end of operation %s can't be written now: %s", operation_id, error)
                 await asyncio.sleep(_BEAT_S)

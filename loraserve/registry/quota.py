@@ -44,7 +44,7 @@ async def check_quota(
         blob: digest of the weights, whose own upload isn't counted.
         restorable_since: versions deleted after this still have their bytes, which may add up to
             the tenant's quota once more. None: don't check them.
-        num_ephemeral: adapters beside those in the database.
+        num_ephemeral: adapters in addition to those in the database.
 
     Raises:
         QuotaExceeded
@@ -115,9 +115,9 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
 async def room_bytes(
     session: AsyncSession, tenant: TenantId, limits: Limits, now: datetime, *, is_adapter: bool
 ) -> int | None:
-    """Return how many bytes of running uploads the tenant may have; None: any number.
+    """Compute how many bytes of running uploads the tenant may have; None: any number.
 
-    They are those that it may store beside what it stores. Adapters may have as many as the whole
+    They are those that it may store in addition. Adapters may have as many as the whole
     limit: a version is sent again to repair it.
     """
     max_bytes = limits.get("max_stored_bytes")
@@ -128,7 +128,7 @@ async def room_bytes(
 
 
 async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
-    """Check that the tenant may store so many more bytes, of a file or of a batch's results.
+    """Check that the tenant may store that many more bytes, of a file or of a batch's results.
 
     Raises:
         QuotaExceeded
@@ -148,7 +148,7 @@ async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Li
 async def _stored_bytes(
     session: AsyncSession, tenant: TenantId, totals: StorageTotals, now: datetime, *, besides: Digest | None = None
 ) -> tuple[int, int]:
-    """Return the bytes that the tenant stores, and those that it uploads.
+    """Sum the bytes that the tenant stores, and those that it uploads.
 
     It stores files, batches' results and versions that aren't deleted. It uploads the full sizes of
     open uploads. Published ones are left out: they count as versions.
@@ -169,7 +169,7 @@ async def _stored_bytes(
 
 
 async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: datetime) -> int:
-    """Return the bytes of the tenant's versions deleted after `since`.
+    """Sum the bytes of the tenant's versions deleted after `since`.
 
     Versions with the same weights count once.
     """

@@ -54,9 +54,9 @@ class VersionRecord:
     base_digest: Digest
     """Digest of the base that the version was made for and is served on."""
     extras: VersionExtras | None = None
-    """Its files beside the config and the weights; None: it has none."""
+    """Its files apart from the config and the weights; None: it has none."""
     notes: str | None = ""
-    """Notes; None: they weren't asked for."""
+    """Notes; None: they weren't requested."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -91,7 +91,7 @@ class AdapterRecord:
     num_versions_by_base: Mapping[str, int]
     """Number of versions by the digest of their base."""
     notes: str | None = ""
-    """Notes; None: they weren't asked for."""
+    """Notes; None: they weren't requested."""
     tags: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
     """Version number, alias or ``base`` that answers if the requested version can't;
@@ -131,7 +131,7 @@ class AliasTarget:
 
     @classmethod
     def over(cls, parts: Sequence[SplitPart]) -> AliasTarget:
-        """Return the split over these parts, whose order doesn't matter.
+        """Build the split over these parts, whose order doesn't matter.
 
         Raises:
             InvalidRequest: there are too few or too many parts, a version twice, or an invalid
@@ -173,7 +173,7 @@ class AliasTarget:
         return tuple(part.version for part in self.split) or (self.version,)
 
     def __str__(self) -> str:
-        """Return the command line's notation."""
+        """Format the target in the command line's notation."""
         if not self.split:
             return str(self.version)
         return ",".join(f"{part.version}={part.weight:g}" for part in self.split)
@@ -241,7 +241,7 @@ NO_CONDITION = Precondition()
 
 
 def extras_of(row: Any) -> VersionExtras | None:
-    """Return the extra files of a row with `EXTRA_COLUMNS`; None if it has none."""
+    """Read the extra files of a row with `EXTRA_COLUMNS`; None if it has none."""
     extras = VersionExtras(
         chat_template=_file(row.chat_template_blob, row.chat_template_bytes),
         generation_config=_file(row.generation_config_blob, row.generation_config_bytes),
@@ -254,7 +254,7 @@ def extras_of(row: Any) -> VersionExtras | None:
 
 
 def blobs_of(row: Any) -> tuple[Digest, ...]:
-    """Return the blobs that hold the version of a row."""
+    """List the blobs that hold the version of a row."""
     extras = extras_of(row) or _NO_EXTRAS
     return (Digest(row.config_blob), Digest(row.weights_blob), *(file.blob for file in extras.files))
 

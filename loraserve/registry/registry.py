@@ -282,7 +282,7 @@ class Registry:
         return target.ref
 
     async def compose(self, tenant: TenantId, terms: Iterable[Term]) -> AdapterRef | None:
-        """Return the weighted sum of the terms, each resolved as by `resolve`.
+        """Compose the weighted sum of the terms, each resolved as by `resolve`.
 
         None, the base, if the weights cancel out.
 
@@ -294,7 +294,7 @@ class Registry:
         return compose(tenant, [(await self.resolve(tenant, term.adapter), term.weight) for term in terms])
 
     async def describe(self, tenant: TenantId, model: ParsedModel) -> Target:
-        """Return the main version of `model`, which isn't the base, without counting a use.
+        """Find the main version of `model`, which isn't the base, without counting a use.
 
         Raises:
             ModelNotFound, DatabaseUnavailable: as `bind`.
@@ -372,7 +372,7 @@ class Registry:
     # --- reading ---
 
     async def has(self, tenant: TenantId, name: str) -> bool:
-        """Return whether the tenant has an adapter of this name, ephemeral or not.
+        """Check whether the tenant has an adapter of this name, ephemeral or not.
 
         Raises:
             Conflict: it has one whose name differs in case only.
@@ -385,7 +385,7 @@ class Registry:
             return await AdapterRepository(session, tenant).has_adapter(name)
 
     async def get(self, tenant: TenantId, name: str) -> AdapterRecord:
-        """Return the tenant's adapter.
+        """Read the tenant's adapter.
 
         Raises:
             AdapterNotFound: there is no such adapter.
@@ -397,7 +397,7 @@ class Registry:
     async def list(
         self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None, with_notes: bool = False
     ) -> Page[AdapterRecord]:
-        """Return a page of the tenant's adapters by name, without notes unless `with_notes`."""
+        """List a page of the tenant's adapters by name, without notes unless `with_notes`."""
         after = decode_cursor(cursor)
         check_limit(limit)
         async with self._database.read() as session:
@@ -408,7 +408,7 @@ class Registry:
         return make_page(records, limit, lambda record: name_key(record.name), lambda record: record)
 
     async def get_version(self, tenant: TenantId, name: str, number: int) -> VersionRecord:
-        """Return a version of the tenant's adapter.
+        """Read a version of the tenant's adapter.
 
         Raises:
             AdapterNotFound: there is no such adapter.
@@ -428,7 +428,7 @@ class Registry:
         cursor: str | None = None,
         with_notes: bool = False,
     ) -> Page[VersionRecord]:
-        """Return a page of the adapter's versions, newest first, without notes unless `with_notes`.
+        """List a page of the adapter's versions, newest first, without notes unless `with_notes`.
 
         Raises:
             AdapterNotFound
@@ -445,7 +445,7 @@ class Registry:
     async def list_owned(
         self, tenant: TenantId | None, *, limit: int, cursor: str | None, digests: Sequence[Digest] | None
     ) -> Page[OwnedVersion]:
-        """Return a page of the versions of `tenant`; with `digests`, only those.
+        """List a page of the versions of `tenant`; with `digests`, only those.
 
         With None, they are all tenants'.
         """
@@ -454,7 +454,7 @@ class Registry:
     async def list_audit(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[audit.AuditEntry]:
-        """Return a page of the audit entries of `tenant`, newest first.
+        """List a page of the audit entries of `tenant`, newest first.
 
         With None, they are all tenants'.
         """
@@ -549,6 +549,6 @@ class Registry:
 
 
 def _owners(tenant: TenantId, found: Iterable[tuple[TenantId, Term]]) -> Mapping[TenantId, str]:
-    """Return the names of the terms' owners other than `tenant`, as the request gave them."""
+    """Collect the names of the terms' owners other than `tenant`, as the request gave them."""
     granted = ((owner, term.adapter.granted) for owner, term in found if owner != tenant)
     return {owner: name[0] for owner, name in granted if name is not None}

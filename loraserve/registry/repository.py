@@ -45,7 +45,7 @@ class AdapterRepository:
     # --- rows ---
 
     async def adapter(self, name: str, *, is_locking: bool = False) -> Adapter:
-        """Return the live adapter's row; `is_locking` locks it until the transaction ends.
+        """Read the live adapter's row; `is_locking` locks it until the transaction ends.
 
         Raises:
             AdapterNotFound
@@ -93,7 +93,7 @@ class AdapterRepository:
         return row, bool(is_made) or was_deleted
 
     async def version(self, adapter: Adapter, number: int) -> AdapterVersion:
-        """Return the row of a version that isn't deleted.
+        """Read the row of a version that isn't deleted.
 
         Raises:
             VersionNotFound
@@ -107,7 +107,7 @@ class AdapterRepository:
         return row
 
     async def deleted_adapter(self, name: str, *, since: datetime, is_locking: bool = False) -> Adapter:
-        """Return the row of an adapter deleted after `since`.
+        """Read the row of an adapter deleted after `since`.
 
         `is_locking` locks it until the transaction ends.
 
@@ -125,7 +125,7 @@ class AdapterRepository:
         return row
 
     async def deleted_version(self, adapter: Adapter, number: int, *, since: datetime) -> AdapterVersion:
-        """Return the row of a version deleted after `since`.
+        """Read the row of a version deleted after `since`.
 
         Raises:
             VersionNotFound: there is none, or it was deleted earlier.
@@ -141,7 +141,7 @@ class AdapterRepository:
         return row
 
     async def versions_deleted_at(self, adapter: Adapter, at: datetime) -> Sequence[AdapterVersion]:
-        """Return the versions deleted at exactly this instant.
+        """List the versions deleted at exactly this instant.
 
         They are those that were deleted with the adapter.
         """
@@ -149,7 +149,7 @@ class AdapterRepository:
         return (await self._session.scalars(query.order_by(AdapterVersion.number))).all()
 
     async def version_of_digest(self, name: str, digest: Digest) -> tuple[Adapter, AdapterVersion] | None:
-        """Return the live adapter's version with these bytes, if there is one."""
+        """Find the live adapter's version with these bytes, if there is one."""
         query = (
             select(Adapter, AdapterVersion)
             .join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
@@ -164,7 +164,7 @@ class AdapterRepository:
         return None if row is None else (row[0], row[1])
 
     async def next_number(self, name: str) -> int:
-        """Return the number of the adapter's next version.
+        """Predict the number of the adapter's next version.
 
         Another publish may take it first.
         """
@@ -172,7 +172,7 @@ class AdapterRepository:
         return (await self._session.scalar(query) or 0) + 1
 
     async def versions_of(self, adapter: Adapter, numbers: Iterable[int]) -> list[AdapterVersion]:
-        """Return the rows of these versions.
+        """Read the rows of these versions.
 
         Raises:
             VersionNotFound
@@ -185,7 +185,7 @@ class AdapterRepository:
     # --- changes ---
 
     async def tenant_row(self, *, is_locking: bool = False) -> Tenant:
-        """Return the tenant's row.
+        """Read the tenant's row.
 
         Raises:
             TenantNotFound: it was deleted meanwhile.
@@ -271,7 +271,7 @@ class AdapterRepository:
     async def delete_adapter(self, adapter: Adapter, now: datetime) -> None:
         """Mark the adapter and its versions as deleted at the same instant.
 
-        So a restore knows which belong together.
+        So a restore can find which belong together.
         """
         self.touch(adapter, now)
         adapter.deleted_at = now
@@ -308,14 +308,14 @@ class AdapterRepository:
     # --- counts and lists ---
 
     async def name_of(self, name: str) -> str | None:
-        """Return the name, as it was written, of the tenant's live adapter of that name.
+        """Look up the name, as it was written, of the tenant's live adapter of that name.
 
         None: it has none.
         """
         return await self._session.scalar(select(Adapter.name).where(self._is(name), Adapter.deleted_at.is_(None)))
 
     async def has_adapter(self, name: str) -> bool:
-        """Return whether the tenant has a live adapter of that name.
+        """Check whether the tenant has a live adapter of that name.
 
         Raises:
             Conflict: it has one whose name differs in case only.
@@ -332,7 +332,7 @@ class AdapterRepository:
         )
 
     async def all_aliases(self, adapter: Adapter) -> Sequence[Alias]:
-        """Return all aliases by name, `LIMITS.max_aliases_per_adapter` at most."""
+        """List all aliases by name, `LIMITS.max_aliases_per_adapter` at most."""
         return (
             await self._session.scalars(select(Alias).where(Alias.adapter_id == adapter.id).order_by(Alias.name))
         ).all()
@@ -349,7 +349,7 @@ class AdapterRepository:
         return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
 
     async def adapters(self, *, after: str | None, limit: int, with_notes: bool) -> Sequence[Adapter]:
-        """Return live adapters by name, starting after the key `after`.
+        """List live adapters by name, starting after the key `after`.
 
         With `with_notes`, they have their notes.
         """
@@ -362,7 +362,7 @@ class AdapterRepository:
     async def versions(
         self, adapter: Adapter, *, before: int | None, limit: int, with_notes: bool
     ) -> Sequence[AdapterVersion]:
-        """Return the versions that aren't deleted, newest first, with numbers below `before`."""
+        """List the versions that aren't deleted, newest first, with numbers below `before`."""
         query = (
             select(AdapterVersion)
             .where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at.is_(None))
@@ -478,12 +478,12 @@ class AdapterRepository:
         return Adapter.tenant_id == self.tenant
 
     def _is(self, name: str) -> ColumnElement[bool]:
-        """Return the condition of the tenant's adapter of that name, deleted or not."""
+        """Build the condition of the tenant's adapter of that name, deleted or not."""
         return self._mine() & (Adapter.name_key == name_key(name))
 
 
 def _notes_of(row: Adapter | AdapterVersion) -> str | None:
-    """Return the row's notes; None: they weren't loaded."""
+    """Read the row's notes; None: they weren't loaded."""
     state: InstanceState[Adapter | AdapterVersion] = inspect(row)
     return None if "notes" in state.unloaded else row.notes
 
@@ -499,7 +499,7 @@ def _no_version(adapter: Adapter) -> VersionNotFound:
 
 
 def instant_of(row: Adapter | AdapterVersion) -> datetime:
-    """Return when the row was deleted."""
+    """Read the time at which the row was deleted."""
     if row.deleted_at is None:
         raise ValueError("the row isn't deleted")
     return row.deleted_at
@@ -514,5 +514,5 @@ def shadow_of(row: Alias) -> ShadowPart | None:
 
 
 def _shown(name: str) -> str:
-    """Return the name in quotes; don't repeat a text that isn't a valid name."""
+    """Put the name in quotes; don't repeat a text that isn't a valid name."""
     return f'"{name}"' if is_adapter_name(name) else "of that name"

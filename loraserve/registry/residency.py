@@ -59,7 +59,7 @@ async def list_owned(
     cursor: str | None,
     digests: Sequence[Digest] | None,
 ) -> Page[OwnedVersion]:
-    """Return a page of live versions: those of `tenant`, or with None of all tenants.
+    """List a page of live versions: those of `tenant`, or with None of all tenants.
 
     All tenants' are ordered by id, and so are those with one of `digests`, if these are given; all
     of one tenant's by name and number. Each of the lists has its own cursors.
@@ -95,7 +95,7 @@ async def list_owned(
 
 
 async def versions_stored_in(session: AsyncSession, digest: Digest, blob: Digest) -> list[tuple[TenantId, str, int]]:
-    """Return tenant, name and number of the live versions with that digest and blob, by id."""
+    """List tenant, name and number of the live versions with that digest and blob, by id."""
     query = (
         select(Adapter.tenant_id, Adapter.name, AdapterVersion.number)
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
@@ -130,13 +130,13 @@ def _to_owned(row: Sequence[Any]) -> OwnedVersion:
 # it may go through the versions of all tenants; by name and number, it may sort all the versions of
 # an adapter, of which a trainer has a hundred thousand. So the adapters are read first, in the
 # order of their index, and then the versions of as many as a page needs. No number is used twice:
-# an adapter has no more versions than its last one's number says, deleted ones included. Hence the
+# an adapter has no more versions than its last one's number, deleted ones included. Hence the
 # rows that a statement reads are bounded whatever the planner believes; only rows that the tenant
 # has deleted, between those of the page, come on top.
 
 _IS_LIVE = case((AdapterVersion.deleted_at.is_(None), 1), else_=0) == 1
-"""Said so that no index of live versions alone fits: none of them is by number, and where few are
-live, PostgreSQL would rather sort all of an adapter's than walk the index that is.
+"""Written so that no index of live versions alone fits: none of them is by number, and where few
+are live, PostgreSQL would rather sort all of an adapter's than walk the index that is.
 """
 
 
@@ -164,9 +164,9 @@ class _Left(NamedTuple):
 async def _list_of_tenant(
     database: Database, tenant: TenantId, *, limit: int, cursor: str | None
 ) -> Page[OwnedVersion]:
-    """Return a page of all live versions of the tenant, by name and number."""
+    """List a page of all live versions of the tenant, by name and number."""
     after = _read_position(decode_cursor(cursor))
-    # one more says whether there is a next page
+    # one more shows whether there is a next page
     wanted = check_limit(limit) + 1
     rows: list[OwnedVersion] = []
     async with database.read() as session:
@@ -189,7 +189,7 @@ async def _list_of_tenant(
 
 
 async def _adapters_after(session: AsyncSession, tenant: TenantId, after: _Position, limit: int) -> list[_Left]:
-    """Return the tenant's next live adapters by name, of that of `after` what is left."""
+    """List the tenant's next live adapters by name, of that of `after` what is left."""
     query = (
         select(Adapter.id, Adapter.name, Adapter.last_version)
         .where(Adapter.tenant_id == tenant, Adapter.deleted_at.is_(None))
@@ -226,7 +226,7 @@ def _parts(adapters: Sequence[_Left], size: int) -> Iterator[Sequence[_Left]]:
 
 
 async def _versions_of(session: AsyncSession, adapters: Sequence[_Left], limit: int) -> list[tuple[Any, ...]]:
-    """Return live versions with their adapters' names, as the adapters are ordered and by number.
+    """List live versions with their adapters' names, as the adapters are ordered and by number.
 
     They are all that are left of several adapters, or the first `limit` that are left of one.
     """

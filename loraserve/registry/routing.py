@@ -35,7 +35,7 @@ class RouteRepository:
         self._served = served
 
     async def route(self, model: ParsedModel) -> Route | None:
-        """Return the route of `model`, which isn't the base.
+        """Find the route of `model`, which isn't the base.
 
         None if it is absent, deleted, or another tenant's without a grant.
         """
@@ -63,7 +63,7 @@ class RouteRepository:
         )
 
     async def _find(self, model: ParsedModel) -> Row[Any] | None:
-        """Return the row of the first adapter that `model` may mean and that exists.
+        """Find the row of the first adapter that `model` may mean and that exists.
 
         It hides the others, whether or not it has the version.
         """
@@ -80,7 +80,7 @@ class RouteRepository:
         return row
 
     async def servable(self, limit: int) -> list[ServableAdapter]:
-        """Return the tenant's adapters that a bare name reaches, by name, then those granted to it.
+        """List the tenant's adapters that a bare name reaches, by name, then those granted to it.
 
         Those that nothing answers for are left out, and granted ones whose ``OWNER/NAME`` is the
         name of an own one.
@@ -116,7 +116,7 @@ class RouteRepository:
         ]
 
     async def _fallback_number(self, adapter: Row[Any]) -> int | None:
-        """Return the version number of the adapter's fallback.
+        """Look up the version number of the adapter's fallback.
 
         None if there is none or it is the base.
         """
@@ -128,7 +128,7 @@ class RouteRepository:
         return await self._connection.scalar(query)
 
     async def _targets(self, adapter: Row[Any], numbers: set[int]) -> dict[int, Target]:
-        """Return the versions of these numbers that aren't deleted."""
+        """Read the versions of these numbers that aren't deleted."""
         query = select(*_TARGET_COLUMNS).where(
             AdapterVersion.adapter_id == adapter.adapter_id,
             AdapterVersion.number.in_(numbers),
@@ -137,7 +137,7 @@ class RouteRepository:
         return {row.number: self._target(adapter, row) for row in await self._connection.execute(query)}
 
     def _target(self, adapter: Row[Any], row: Row[Any]) -> Target:
-        """Return the target that rows with the adapter's columns and a version's describe."""
+        """Build the target that rows with the adapter's columns and a version's describe."""
         ref = AdapterRef(
             tenant=TenantId(adapter.tenant_id),
             name=adapter.name,
@@ -186,7 +186,7 @@ def _route() -> Select[Any]:
 
 
 def _is_granted() -> ColumnElement[bool]:
-    """Return the condition that the tenant may use the adapter of the named owner.
+    """Build the condition that the tenant may use the adapter of the named owner.
 
     It may use its own and those granted to it.
     """
@@ -202,7 +202,7 @@ _GRANTED = _route().where(_is_granted())
 
 
 def _live(base: Digest) -> Select[str, str, datetime, int, str]:
-    """Return a query of every adapter that a bare name reaches on this base."""
+    """Build a query of every adapter that a bare name reaches on this base."""
     columns = select(
         Tenant.name.label("tenant"),
         Adapter.name.label("adapter"),

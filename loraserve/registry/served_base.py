@@ -60,7 +60,7 @@ class ServedBase:
 def other_base_error(
     name: str, number: int, digest: str, checks: Iterable[Mapping[str, Any]], served: BaseSpec
 ) -> AdapterOfAnotherBase:
-    """Return the refusal of a version of another base; the message names both bases."""
+    """Build the refusal of a version of another base; the message names both bases."""
     ids = (check.get("base_id") for check in checks if check["name"] == BASE)
     made_for = _shown(next(ids, None), digest)
     return AdapterOfAnotherBase(

@@ -61,7 +61,7 @@ class TotalsDifference:
 
 
 async def read_totals(session: AsyncSession, tenant: TenantId, *, deleted_since: datetime) -> StorageTotals:
-    """Return the tenant's totals.
+    """Sum the tenant's totals.
 
     They hold until the commit if the tenant's row is locked, but for deletes, which make them
     smaller.
@@ -120,7 +120,7 @@ async def find_differences(session: AsyncSession, after: str) -> tuple[list[Tota
 
 
 def _counted(session: AsyncSession, after: str, last: str) -> list[Select[Any]]:
-    """Return what each row of totals should have, and in the negative what it has, as addends."""
+    """Build addends: what each row of totals should have, less what it has."""
     is_sqlite = session.get_bind().dialect.name == "sqlite"
 
     def day(at: Any) -> Any:

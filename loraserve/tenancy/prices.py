@@ -29,7 +29,7 @@ class Price:
     completion: Decimal
 
     def cost(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Decimal:
-        """Return the exact cost of these tokens; `prompt_tokens` include `cached_tokens`."""
+        """Compute the exact cost of these tokens; `prompt_tokens` include `cached_tokens`."""
         with localcontext(prec=_DIGITS):
             millionths = (
                 self.prompt * (prompt_tokens - cached_tokens)
@@ -59,20 +59,20 @@ class PriceTable:
         object.__setattr__(self, "_by_key", {name_key(name): price for name, price in self.adapters.items()})
 
     def price_of(self, adapter: str) -> Price:
-        """Return the price of an adapter, or the default price.
+        """Look up the price of an adapter, or the default price.
 
         The default is for the base (the empty name) and for adapters without a price.
         """
         return self._by_key.get(name_key(adapter), self.price)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the table in the format of `read_prices`, with its defaults filled in."""
+        """Format the table as `read_prices` reads it, with its defaults filled in."""
         adapters = {name: price.as_json() for name, price in self.adapters.items()}
         return {"currency": self.currency, **self.price.as_json(), "adapters": adapters}
 
 
 def highest(prices: Sequence[Price]) -> Price:
-    """Return the maximum of each amount over `prices`, which mustn't be empty."""
+    """Compute the maximum of each amount over `prices`, which mustn't be empty."""
     return Price(
         prompt=max(price.prompt for price in prices),
         cached=max(price.cached for price in prices),

@@ -1,4 +1,4 @@
-"""Forms that a request asks its answer to have, and the grammars of them."""
+"""Forms that a request prescribes for its answer, and the grammars of them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ cut off.
 ANY_WHITESPACE = r"[ \t\r\n]+"
 """White space between two tokens of JSON, as JSON itself has it."""
 ONE_LINE = ""
-"""No white space between two tokens of JSON but a space behind a comma or a colon."""
+"""White space in JSON: a space behind a comma or a colon alone."""
 SEPARATORS = (", ?", ": ?")
 """Regexes of what stands between two items, and between a name and its value, with `WHITESPACE` and
 `ONE_LINE`.
 """
 
 _OPTIONS: Mapping[str, str] = {"name": "options", "lark_grammar": '%llguidance {"no_forcing":true}\nstart: ""'}
-"""Grammar of options, which hold for the one beside it.
+"""Grammar of options, which hold for the one that comes with it.
 
 Without `no_forcing`, text that alone is possible would be made of the tokens that the tokenizer
 makes of it. A special token's name in a literal then becomes that token, which the literal doesn't
@@ -67,7 +67,7 @@ class NamedSchema(Struct, frozen=True):
     param: str
 
     def as_json_schema(self, *, has_bounded_numbers: bool = True) -> dict[str, Any]:
-        """Return the schema as llguidance takes it.
+        """Convert the schema to the form that llguidance takes.
 
         Raises:
             UnsupportedParameter: a part of it can't be enforced.
@@ -85,13 +85,13 @@ class AnswerFormat(Struct, frozen=True):
 
     Attributes:
         value: the schema, regex, list of choices, grammar or structural tag.
-        param: the field that asks for it.
+        param: the request's field for it.
         is_lenient: parts of a schema that can't be enforced are ignored.
         has_no_more_properties: a schema's objects have the properties that are listed, where they
-            don't say otherwise.
+            don't set it.
         whitespace: regex of what may stand between two tokens of JSON; None: nothing. With
             `WHITESPACE` and `ONE_LINE`, `SEPARATORS` are between items.
-        has_bounded_numbers: numbers have few digits, where the schema doesn't say otherwise.
+        has_bounded_numbers: numbers have few digits, where the schema doesn't set it.
         around: Lark of the whole answer, in which this format is ``@answer``; empty: it is all.
         schemas: schemas that the Lark text or `around` refers to.
     """
@@ -108,7 +108,7 @@ class AnswerFormat(Struct, frozen=True):
 
 
 def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda text: False) -> str:
-    """Return the grammar in llguidance's JSON form, which isn't compiled yet.
+    """Build the grammar in llguidance's JSON form, which isn't compiled yet.
 
     Args:
         is_special: whether a text is one of the tokenizer's special tokens.
@@ -142,7 +142,7 @@ def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda 
 
 
 def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
-    """Return the schema of a format of that kind, as llguidance takes it."""
+    """Convert the schema of a format of that kind to the form that llguidance takes."""
     schema = prepare(
         wanted.value,
         wanted.param,
@@ -164,7 +164,7 @@ def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
 
 
 def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
-    """Return llguidance's options for the white space of `AnswerFormat`."""
+    """Choose llguidance's options for the white space of `AnswerFormat`."""
     options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     if whitespace in (WHITESPACE, ONE_LINE):
         options["item_separator"], options["key_separator"] = SEPARATORS
@@ -175,7 +175,7 @@ _WHITESPACE_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern", "i
 
 
 def _options(schema: dict[str, Any], param: str, *, is_lenient: bool) -> dict[str, Any]:
-    """Return llguidance's options for a prepared schema, which its own override."""
+    """Choose llguidance's options for a prepared schema, which its own override."""
     return {
         "coerce_one_of": is_lenient or has_exclusive_alternatives(schema),
         "json_allowed_escapes": allowed_escapes(schema, param, is_lenient=is_lenient),
@@ -213,9 +213,9 @@ def _quoted(text: str) -> str:
 
 
 def _lark_regex(regex: str) -> str:
-    """Return the regex as it stands between slashes.
+    """Write the regex as it stands between slashes.
 
-    It is for the whole answer, so that anchors at its ends say nothing more.
+    It is for the whole answer, so that anchors at its ends add nothing.
     """
     from llguidance import regex_to_lark
 
@@ -226,7 +226,7 @@ def _lark_regex(regex: str) -> str:
 
 
 def _to_lark(text: str, param: str) -> str:
-    """Return Lark as it is, and llama.cpp's GBNF as Lark.
+    """Convert llama.cpp's GBNF to Lark; Lark stays as it is.
 
     Raises:
         InvalidRequest: it is neither.
@@ -243,7 +243,7 @@ def _to_lark(text: str, param: str) -> str:
     except RecursionError:
         raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
     except Exception:
-        # the converter's own kind of error says which rule is missing, in the caller's words
+        # the converter's own kind of error names the rule that is missing, in the caller's words
         raise InvalidRequest(
             f"{param} is no grammar in Lark or GBNF: a rule is missing, or there twice.",
             param=param,
@@ -252,7 +252,7 @@ def _to_lark(text: str, param: str) -> str:
 
 
 def _structural_tag(wanted: AnswerFormat, is_special: Callable[[str], bool]) -> str:
-    """Return Lark for text with structured parts between tags, as vLLM and SGLang describe them."""
+    """Convert text with structured parts between tags, as vLLM and SGLang describe it, to Lark."""
     from llguidance import StructTag
 
     value, param = wanted.value, wanted.param
@@ -292,7 +292,7 @@ def _structural_tag(wanted: AnswerFormat, is_special: Callable[[str], bool]) -> 
 
 
 def _triggered_tags(form: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """Return xgrammar's newer form of structural tags as the older one.
+    """Convert xgrammar's newer form of structural tags to the older one.
 
     Raises:
         UnsupportedParameter: it is of another kind.
@@ -311,7 +311,7 @@ def _triggered_tags(form: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def _texts(value: object) -> list[str]:
-    """Return the list of texts that this is; an empty one if it is none."""
+    """Check that this is a list of texts; an empty one if it isn't."""
     if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
         return value
     return []

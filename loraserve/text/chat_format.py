@@ -81,7 +81,7 @@ class ChatFormat:
     def answer_format(
         self, prompt: str, tool_use: ToolUse | None, *, skip_special_tokens: bool = True
     ) -> ChatAnswerFormat | None:
-        """Return the format of answers to this prompt; None: they are only text."""
+        """Choose the format of answers to this prompt; None: they are only text."""
         tools = None if tool_use is None else self.tools
         is_open = False if self.reasoning is None else self.reasoning.is_open(prompt)
         reasoning = None if is_open is False else self.reasoning
@@ -97,7 +97,7 @@ class ChatFormat:
     def shown(
         self, messages: list[dict[str, Any]], tool_use: ToolUse | None
     ) -> tuple[list[dict[str, Any]], tuple[Mapping[str, Any], ...] | None]:
-        """Return the messages and the tools as the template gets them."""
+        """Convert the messages and the tools to what the template gets."""
         tools = None if tool_use is None else tool_use.shown
         if not isinstance(self.tools, Generic):
             return messages, tools
@@ -109,11 +109,11 @@ class ChatFormat:
         return self.reasoning is not None and self.reasoning.budget(self._tokenizer, 0, is_open=None) is not None
 
     def thinking_budget(self, prompt: str, num_tokens: int | None) -> ThinkingBudget | None:
-        """Return the bound on an answer's reasoning; None: there is no bound, or no reasoning.
+        """Bound an answer's reasoning; None: there is no bound, or no reasoning.
 
         Args:
             prompt: text of the prompt, or its end.
-            num_tokens: bound that the request asks for; None and -1: none.
+            num_tokens: bound in the request; None and -1: none.
 
         Raises:
             UnsupportedParameter: the model's reasoning can't be ended by a token.
@@ -171,7 +171,7 @@ class ChatAnswerFormat:
         return tuple(sorted(ids))
 
     def parser(self) -> AnswerParser:
-        """Return a parser of one answer."""
+        """Build a parser of one answer."""
         reasoning = None if self.reasoning is None else ReasoningParser(self.reasoning, is_open=self.is_open)
         if self.tools is None or self.tool_use is None:
             return AnswerParser(reasoning, None)
@@ -180,10 +180,10 @@ class ChatAnswerFormat:
         return AnswerParser(reasoning, calls, max_calls=None if self.tool_use.is_parallel else 1)
 
     def whole(self, wanted: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the form of whole answers, reasoning and calls included; None: any text.
+        """Write the form of whole answers, reasoning and calls included; None: any text.
 
         Args:
-            wanted: form of an answer that isn't a call; None: any text.
+            wanted: the form of an answer that isn't a call; None: any text.
 
         Raises:
             InvalidRequest: a tool's schema is none, or over a bound; `param` names the place.
@@ -226,12 +226,12 @@ class AnswerParser:
         self._max_calls = max_calls
 
     def push(self, text: str) -> list[Delta]:
-        """Return the deltas that no further text can change."""
+        """Parse more text; return the deltas that no further text can change."""
         deltas: Iterable[Delta] = (TextDelta(text),) if self._reasoning is None else self._reasoning.push(text)
         return self._joined(self._with_calls(deltas))
 
     def finish(self) -> list[Delta]:
-        """Return the rest: no more text will come."""
+        """Finish parsing; return the remaining deltas: no more text will come."""
         deltas: list[Delta] = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
         if self._calls is not None:
             deltas.extend(self._calls.finish())

@@ -98,7 +98,7 @@ def _check_deadline() -> None:
 
 
 class TemplateText:
-    """Text of chat templates, and what can be told from it.
+    """Text of chat templates, and what follows from it.
 
     Args:
         sources: text of each template, by its name; the usual one is called ``default``.
@@ -115,7 +115,7 @@ class TemplateText:
         self._has_tools_in_message = _TOOLS_IN_MESSAGE.search(self.source) is not None
 
     def reads(self, variable: str) -> bool:
-        """Return whether a template looks at a variable of that name that it doesn't set itself."""
+        """Check whether a template looks at a variable of that name that it doesn't set itself."""
         return variable in self._read
 
     @property
@@ -136,7 +136,7 @@ class TemplateText:
     def _with_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[Mapping[str, Any]]:
-        """Return messages whose first holds the tools, for a template that looks for them there."""
+        """Put the tools into the first message, for a template that looks for them there."""
         if self.reads("tools") or not self._has_tools_in_message:
             return list(messages)
         functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
@@ -207,7 +207,7 @@ class CompiledTemplate(TemplateText):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt for `messages`.
+        """Render the prompt for `messages`.
 
         `variables` (``chat_template_kwargs``) reach the template under their own names.
 
@@ -249,12 +249,12 @@ class CompiledTemplate(TemplateText):
             _deadline.reset(token)
 
     def _context(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every rendering has, with no message."""
+        """Collect what every rendering has, with no message."""
         own: dict[str, Any] = {"messages": [], "tools": None, "documents": None, "add_generation_prompt": False}
         return {**self._special_tokens, **variables, **own}
 
     def _reads_parts_alone(self, template: jinja2.Template) -> bool:
-        """Return whether a template leaves out content that isn't a list of parts.
+        """Check whether a template leaves out content that isn't a list of parts.
 
         Those of models of images and text do, as a rule: they look at the type of each part. It is
         found once, with no variable of a request, for a user's message or one of the system.
@@ -266,10 +266,10 @@ class CompiledTemplate(TemplateText):
         return found
 
     def _drops_text(self, template: jinja2.Template, roles: Sequence[str]) -> bool:
-        """Return whether a text of these messages reaches the prompt as parts, and not as text.
+        """Check whether a text of these messages reaches the prompt as parts, and not as text.
 
         Raises:
-            _TooExpensive: the template ran over its time, which says nothing.
+            _TooExpensive: the template ran over its time, which proves nothing.
         """
         marks = [f"CONTENT{secrets.token_hex(8)}" for _ in roles]
         messages: list[Mapping[str, Any]] = [
@@ -291,7 +291,7 @@ class CompiledTemplate(TemplateText):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt for `messages` up to the end of the last one's text, left open.
+        """Render the prompt for `messages` up to the end of the last one's text, left open.
 
         Raises:
             NoChatTemplate, InvalidRequest: as `render`; or the template leaves that text out.
@@ -332,7 +332,7 @@ class CompiledTemplate(TemplateText):
 
 
 class ChatTemplate(CompiledTemplate):
-    """Renders what the model's directory says.
+    """Renders the template in the model's directory.
 
     That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json`` or
     ``chat_template.json``.
@@ -377,7 +377,7 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 
 def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with each text content as a list of one part."""
+    """Turn each text content of messages into a list of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -406,7 +406,7 @@ def _to_json(
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``bos_token`` and its like, as the strings that templates write."""
+    """Read ``bos_token`` and its like, as the strings that templates write."""
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(name)
@@ -418,7 +418,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the source of each template by name.
+    """Read the source of each template by name.
 
     The file ``chat_template.jinja`` stands before the configuration's, and that before
     ``chat_template.json``, which models of images and text have.

@@ -28,14 +28,14 @@ class Detokenizer(Protocol):
     """
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is now certain; it is never taken back.
+        """Decode more tokens to the text that is now certain; it is never taken back.
 
         An unfinished character is held back.
         """
         ...
 
     def finish(self) -> str:
-        """Return the text held back, with U+FFFD for bytes that never became a character.
+        """Decode the text held back, with U+FFFD for bytes that never became a character.
 
         Call it once, at the end.
         """
@@ -123,7 +123,7 @@ class WindowDetokenizer:
         return delta
 
     def _shorten(self, window: list[int], text: str) -> tuple[list[int], str]:
-        """Return the shortest tail of the window that still hides the beginning of the text.
+        """Find the shortest tail of the window that still hides the beginning of the text.
 
         The decoder doesn't see that beginning; the tail's text isn't empty.
         """
@@ -138,7 +138,7 @@ class WindowDetokenizer:
         return window, text
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the prompt's tokens as context, and those that are pending.
+        """Split the prompt's tokens into context and pending ones.
 
         Tokens of an unfinished last character are pending, as if they were generated.
         """
@@ -163,7 +163,7 @@ def decode_stream(
     *,
     shown: Collection[int] = (),
 ) -> Detokenizer:
-    """Return a detokenizer for tokens that follow `prompt_token_ids`.
+    """Build a detokenizer for tokens that follow `prompt_token_ids`.
 
     It gives the text that they add to the prompt's.
 

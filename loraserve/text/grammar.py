@@ -36,7 +36,7 @@ MASK_ITEMS = 10_000
 An ambiguous grammar makes a few hundred a millisecond, any other some thousand.
 """
 MAX_LEXER_STATES = 8192
-"""States of a grammar's lexer, of one to two kilobytes each. A lexer with more is made anew."""
+"""States of a grammar's lexer, of one to two kilobytes each. A lexer with more is rebuilt."""
 MAX_GRAMMAR_SIZE = 250_000
 """Symbols in a grammar's productions."""
 MAX_OWN_TOKENIZERS = 4
@@ -52,10 +52,10 @@ PLACE = re.compile(r" \(line \d+, column \d+\)|line \d+, column \d+: ")
 """Place that an error's message names."""
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _PANIC = re.compile(r"(?:[A-Z][A-Za-z ]*: )?panic: ")
-"""Beginning of what llguidance says where it has caught a panic of its own."""
+"""Beginning of llguidance's message where it has caught a panic of its own."""
 _UNCLEAR = "it can't be compiled"
 _DEAD_END = "NoExtensionBias"
-"""What llguidance says where it has no token to allow, and the answer isn't complete."""
+"""llguidance's message where it has no token to allow, and the answer isn't complete."""
 
 CRASH_HINT = "That is a bug of the server: report it, and write the grammar in another way."
 
@@ -119,7 +119,7 @@ class GrammarCompiler:
         self._limits: LLParserLimits | None = None
 
     def load(self) -> LLTokenizer:
-        """Return llguidance's form of the tokenizer, which the first call builds.
+        """Build llguidance's form of the tokenizer on the first call; return it.
 
         Raises:
             ConfigError: llguidance isn't installed.
@@ -132,11 +132,11 @@ class GrammarCompiler:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that this tokenizer takes beside the base's."""
+        """Bytes that this tokenizer takes in addition to the base's."""
         return 0 if self._differences is None else BYTES_PER_TOKEN * self.vocab_size
 
     def of(self, tokenizer: str) -> GrammarCompiler:
-        """Return the compiler for a version's tokenizer; it takes a second where it is built now.
+        """Find the compiler for a version's tokenizer; it takes a second where it is built now.
 
         Args:
             tokenizer: its differences from the base's, as `TokenizerSummary.text`; empty: it is the
@@ -163,13 +163,13 @@ class GrammarCompiler:
         return GrammarCompiler(self._model_dir, vocab_size, self._eos_token_ids, differences=differences)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the grammar's beginning, without the interpreter's lock meanwhile.
+        """Compile a matcher at the grammar's beginning, without the interpreter's lock meanwhile.
 
         Args:
             grammar: llguidance's JSON form, or Lark.
 
         Raises:
-            InvalidRequest: it is no grammar, or asks for something that isn't implemented.
+            InvalidRequest: it is no grammar, or has something that isn't implemented.
             GrammarTooComplex: it is over a limit.
             ConfigError, UnsupportedParameter: as `load`.
         """
@@ -181,8 +181,8 @@ class GrammarCompiler:
     def check_attributes(self, lark: str) -> None:
         """Check that no rule of a grammar, which can be compiled, has an attribute without effect.
 
-        llguidance itself says where a word is an attribute, rather than a rule or text: it is
-        asked about the grammar with words there that it doesn't know.
+        llguidance itself finds where a word is an attribute, rather than a rule or text: it is
+        run on the grammar with words there that don't exist.
 
         Raises:
             UnsupportedParameter: one has.
@@ -254,12 +254,12 @@ class GrammarCompiler:
 
 
 def is_dead_end(message: str) -> bool:
-    """Return whether llguidance says that it has no token to allow after the answer so far."""
+    """Check whether llguidance reports that it has no token to allow after the answer so far."""
     return message.startswith(_DEAD_END)
 
 
 def dead_end_error() -> GrammarDeadEnd:
-    """Return the error of an answer that can neither go on nor end."""
+    """Build the error of an answer that can neither continue nor end."""
     return GrammarDeadEnd(
         "The grammar allows no token of this model after the answer so far.",
         hint="A part of the schema, regex or grammar that nothing satisfies can't be answered.",
@@ -267,7 +267,7 @@ def dead_end_error() -> GrammarDeadEnd:
 
 
 def grammar_error(message: str) -> InvalidRequest:
-    """Return the error for what llguidance says of a grammar, without the grammar's own words."""
+    """Build the error for llguidance's message on a grammar, without the grammar's own words."""
     if is_dead_end(message):
         return dead_end_error()
     first = message.strip().partition("\n")[0]

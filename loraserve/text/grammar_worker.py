@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_WORK_BYTES = 512 * MIB
-"""Memory that compiling one grammar may take, beside the tokenizer's."""
+"""Memory that compiling one grammar may take, in addition to the tokenizer's."""
 MAX_GRAMMAR_BYTES = 32 * MIB
 """Memory that a compiled grammar may keep."""
 NUM_PROBE_TOKENS, MAX_MASK_S = 16, 0.1
@@ -123,7 +123,7 @@ def _probe(matcher: LLMatcher, vocab_size: int) -> None:
 
     Raises:
         InvalidRequest: nothing satisfies the grammar, or it can't be followed.
-        GrammarDeadEnd: an answer that it allows to begin can neither go on nor end.
+        GrammarDeadEnd: an answer that it allows to begin can neither continue nor end.
         GrammarTooComplex: a mask takes longer than one may.
     """
     draw = random.Random(0)  # noqa: S311 (any tokens will do)
@@ -152,7 +152,7 @@ def _is_special(compiler: GrammarCompiler, text: str) -> bool:
 
 
 def _fault(compiler: GrammarCompiler, wanted: AnswerFormat) -> str:
-    """Return the place of a schema that can't be compiled; of anything else, the field."""
+    """Find the place of a schema that can't be compiled; of anything else, the field."""
 
     def is_compilable(part: dict[str, object]) -> bool:
         try:
@@ -178,7 +178,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def _allocated_bytes() -> int:
-    """Return the bytes that are allocated now; 0 where the C library doesn't say."""
+    """Count the bytes that are allocated now; 0 where the C library has no such count."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):
@@ -196,7 +196,7 @@ def _on_small_stack(work: Callable[[], T]) -> T:
         try:
             results.append(work())
         except BaseException as error:
-            # a panic too: the process ends, and says of what
+            # a panic too: the process ends, and reports the cause
             errors.append(error)
 
     threading.stack_size(STACK_BYTES)
@@ -212,7 +212,7 @@ def _prepare(setup_frame: bytes) -> Callable[[bytes], bytes]:
     setup = msgspec.json.decode(setup_frame, type=Setup)
     compiler = GrammarCompiler(Path(setup.model_dir), setup.vocab_size, setup.eos_token_ids)
     with suppress(LoraserveError):
-        # what is wrong is said in answer to the first format
+        # what is wrong is the answer to the first format
         compiler.load()
 
     def answer(question: bytes) -> bytes:

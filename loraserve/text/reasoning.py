@@ -11,7 +11,7 @@ from loraserve.text.tool_parsers.parser import Parser, ReasoningDelta, Steps, Te
 from loraserve.types import ThinkingBudget
 
 _SPACE = r"/[ \t\r\n]{0,8}/"
-"""White space after reasoning in a grammar: a model that is cut short may say nothing else."""
+"""White space after reasoning in a grammar: a model that is cut short may sample nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ReasoningFormat:
     is_implied: bool = False
 
     def is_open(self, prompt: str) -> bool | None:
-        """Return whether an answer to this prompt begins with reasoning.
+        """Decide whether an answer to this prompt begins with reasoning.
 
         False: the prompt has closed it already. None: decided by the answer's beginning.
         """
@@ -42,12 +42,12 @@ class ReasoningFormat:
         return True if self.is_implied or tail.endswith(self.openers) else None
 
     def shown_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the special tokens that the parser needs in the text."""
+        """Collect the special tokens that the parser needs in the text."""
         ids = (special_id(tokenizer, marker) for marker in (*self.openers, *self.closers, *self.wrapper))
         return frozenset(id_ for id_ in ids if id_ is not None)
 
     def budget(self, tokenizer: Tokenizer, num_tokens: int, *, is_open: bool | None) -> ThinkingBudget | None:
-        """Return a bound on reasoning; None: its markers aren't single tokens, which can be forced.
+        """Bound reasoning; None: its markers aren't single tokens, which can be forced.
 
         Args:
             is_open: as `is_open` returns it, and not False.
@@ -95,7 +95,7 @@ _BLANKS = ("\n", "\n\n", " ", "  ")
 
 
 def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
-    """Return the token that a marker always is, whatever is around it; None: there is none."""
+    """Find the token that a marker always is, whatever is around it; None: there is none."""
     token_id = tokenizer.token_to_id(marker)
     if token_id is None:
         return None
@@ -104,7 +104,7 @@ def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Return the format of this name, if there is one.
+    """Look up the format of this name, if there is one.
 
     ``auto`` is the format that the chat template's text shows.
     """

@@ -11,7 +11,7 @@ from loraserve.errors import TokenizerMismatch
 from loraserve.tokenizer_identity import merges, token_ids
 
 _PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
-"""Parts of ``tokenizer.json`` that decide, beside the tokens, how a text is cut."""
+"""Parts of ``tokenizer.json`` that decide, together with the tokens, how a text is cut."""
 
 
 def check_same_tokenizer(base_dir: Path, draft_dir: Path) -> None:

@@ -27,7 +27,7 @@ from loraserve.text.workers.child import limit_cpu, serve
 from loraserve.types import Struct
 
 MAX_WORK_BYTES = 192 * MIB
-"""Memory that this process may take beside its modules'."""
+"""Memory that this process may take in addition to its modules'."""
 RENDER_S = LIMITS.template_timeout_s / 2
 """Time after which a rendering ends by itself: the process needn't be killed for most."""
 MAX_OUTPUT_CHARS = LIMITS.max_prompt_bytes
@@ -52,7 +52,7 @@ class InspectTemplate(Struct, frozen=True, tag="inspect"):
     """Question: whether this is a template, and what it reads.
 
     Attributes:
-        tenant: the one that asks: tenants share no compiled template, so that its time says nothing
+        tenant: the caller's: tenants share no compiled template, so that its time reveals nothing
             about others.
     """
 

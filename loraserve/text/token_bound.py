@@ -21,7 +21,7 @@ _KEEPING_BEHAVIORS = frozenset({"Isolated", "Contiguous", "MergedWithPrevious", 
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
+    """Build the table from a byte-level vocabulary's characters to the bytes that they stand for.
 
     The characters are printable; this is GPT-2's table, inverted.
     """
@@ -63,7 +63,7 @@ class TokenBound:
         self.is_proven = self._weights is not None
 
     def least_tokens(self, text: str) -> int:
-        """Return the least number of tokens of `text`, without those put around it.
+        """Compute the least number of tokens of `text`, without those put around it.
 
         0 where nothing is known.
         """
@@ -80,7 +80,7 @@ class TokenBound:
 
 
 def _weights(definition: Mapping[str, Any]) -> npt.NDArray[np.float64] | None:
-    """Return the 256 weights; None: nothing is proven of this tokenizer."""
+    """Compute the 256 weights; None: nothing is proven of this tokenizer."""
     model = definition.get("model") or {}
     vocabulary = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
@@ -171,7 +171,7 @@ def _keeps_everything(part: Mapping[str, Any]) -> bool:
 
 
 def _keeps_text(part: Mapping[str, Any] | None) -> bool:
-    """Return whether a post-processor only adds tokens."""
+    """Check whether a post-processor only adds tokens."""
     for each in _parts(part, "processors"):
         kind = each.get("type")
         if kind == "TemplateProcessing":

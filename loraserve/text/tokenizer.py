@@ -106,7 +106,7 @@ class Tokenizer:
             return None
 
     def with_differences(self, summary: TokenizerSummary) -> Tokenizer:
-        """Return a version's tokenizer, which shares this one's vocabulary and merges.
+        """Build a version's tokenizer, which shares this one's vocabulary and merges.
 
         It takes kilobytes, and encodes as one that is read from the version's own file does.
 
@@ -141,7 +141,7 @@ class Tokenizer:
         return made
 
     def num_ids(self, num_rows: int) -> int:
-        """Return the bound of the ids that a request may name.
+        """Compute the bound of the ids that a request may name.
 
         It is the base's rows; of a version whose added tokens lie behind them, its last one's.
 
@@ -151,7 +151,7 @@ class Tokenizer:
         return max(num_rows, 1 + max(self._changed_ids, default=-1))
 
     def _changed(self, summary: TokenizerSummary) -> Any:
-        """Return `tokenizers`' object with these differences; the model in it is this one's."""
+        """Build `tokenizers`' object with these differences; the model in it is this one's."""
         try:
             made = tokenizers.Tokenizer(self._tokenizer.model)
             made.decoder = self._tokenizer.decoder
@@ -179,7 +179,7 @@ class Tokenizer:
         return made
 
     def _check_post_processor(self) -> None:
-        """Check that it puts tokens of this vocabulary around texts: its file says any ids.
+        """Check that it puts tokens of this vocabulary around texts: its file may have any ids.
 
         Raises:
             ConfigError: it puts another id there, or none.
@@ -198,7 +198,7 @@ class Tokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`.
+        """Encode `text` to token ids.
 
         `add_special_tokens` adds whatever the model's post-processor and ``add_bos_token`` put
         around it.
@@ -218,7 +218,7 @@ class Tokenizer:
         keeps_end: bool = False,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the token ids of `text`, or of the two texts of a pair, cut to `max_tokens`.
+        """Encode `text`, or the two texts of a pair, to token ids, cut to `max_tokens`.
 
         The texts are cut, not what the post-processor puts around them; of a pair the longer one
         first, as transformers does.
@@ -236,11 +236,11 @@ class Tokenizer:
         return self._joined(parts, add_special_tokens)[:max_tokens]
 
     def _num_added(self, num_parts: int) -> int:
-        """Return how many special tokens are put around so many texts."""
+        """Count the special tokens that are put around that many texts."""
         return len(self._joined([self._encode("", False) for _ in range(num_parts)], True))
 
     def _joined(self, parts: Sequence[Any], add_special_tokens: bool) -> list[int]:
-        """Return the token ids of one encoding, or of a pair's two."""
+        """Join one encoding, or a pair's two, to token ids."""
         pair = parts[1] if len(parts) > 1 else None
         return self._with_bos(self._tokenizer.post_process(parts[0], pair, add_special_tokens), add_special_tokens)
 
@@ -251,7 +251,7 @@ class Tokenizer:
         return encoding
 
     def _with_bos(self, encoding: Any, add_special_tokens: bool) -> list[int]:
-        """Return an encoding's token ids, with the first one that ``add_bos_token`` asks for."""
+        """Add to an encoding's token ids the first one that ``add_bos_token`` requires."""
         ids: list[int] = encoding.ids
         if not add_special_tokens or self._add_bos is None or self.bos_token_id is None:
             return ids
@@ -263,7 +263,7 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, from its bytes.
+        """Compute a number of tokens that `text` has at least, from its bytes.
 
         0 where nothing is proven of this tokenizer.
         """
@@ -271,7 +271,7 @@ class Tokenizer:
         return self._bound.least_tokens(text) if self.base is None else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`.
+        """Decode `token_ids` to text.
 
         Ids that the vocabulary doesn't have are left out; bytes that aren't UTF-8 become U+FFFD.
         """
@@ -287,7 +287,7 @@ class Tokenizer:
         return id_
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``).
+        """Look up the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``).
 
         None for an id that the vocabulary doesn't have.
         """
@@ -295,7 +295,7 @@ class Tokenizer:
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that this token adds to a text, special tokens included.
+        """Find the bytes that this token adds to a text, special tokens included.
 
         They are empty for an id that the vocabulary doesn't have.
         """
@@ -323,14 +323,14 @@ class Tokenizer:
         return token.encode() if token_id in self._added_tokens else token.replace("▁", " ").encode()
 
     def is_fallback_byte(self, token_id: int) -> bool:
-        """Return whether this token is one byte of a character that the vocabulary lacks.
+        """Check whether this token is one byte of a character that the vocabulary lacks.
 
         Such a token is ``<0xE4>``.
         """
         return token_id in self._fallback_bytes
 
     def _find_fallback_bytes(self) -> dict[int, int]:
-        """Return token id → byte, for a decoder that reads ``<0x00>`` … ``<0xFF>`` as bytes."""
+        """Map token ids to bytes, for a decoder that reads ``<0x00>`` … ``<0xFF>`` as bytes."""
         if not self._has_byte_fallback:
             return {}
         ids = ((self._tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
@@ -338,13 +338,13 @@ class Tokenizer:
 
 
 def _rules(parts: Mapping[str, Any]) -> Any:
-    """Return a tokenizer of no words that has these rules."""
+    """Build a tokenizer of no words that has these rules."""
     empty = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
     return tokenizers.Tokenizer.from_str(json.dumps({**empty, **parts}))
 
 
 def _cut(lengths: Sequence[int], room: int) -> list[int]:
-    """Return the lengths of one or two texts that fit the room together, the longer cut first."""
+    """Cut one or two texts to lengths that fit the room together, the longer one first."""
     if sum(lengths) <= room:
         return list(lengths)
     if len(lengths) == 1:
@@ -354,7 +354,7 @@ def _cut(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _truncate(encoding: Any, length: int, *, keeps_end: bool) -> None:
-    """Cut an encoding to so many tokens.
+    """Cut an encoding to that many tokens.
 
     `tokenizers` keeps what it cuts off, as an encoding for each piece of the new length, and
     post-processes all of these, of a pair each with each: a million of one token take a gigabyte.
@@ -367,7 +367,7 @@ def _truncate(encoding: Any, length: int, *, keeps_end: bool) -> None:
 
 
 def _token_content(token: object) -> str | None:
-    """Return a special token's text.
+    """Read a special token's text.
 
     It is written as a string, or as an object with its ``content``.
     """
@@ -377,7 +377,7 @@ def _token_content(token: object) -> str | None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in the file; empty when there is no such file.
+    """Read the object in the file; empty when there is no such file.
 
     Raises:
         ConfigError: it isn't JSON, isn't an object, or is larger than 16 MiB.

@@ -32,7 +32,7 @@ class VersionTemplate(TemplateText):
         *,
         continues_last: bool = False,
     ) -> bytes:
-        """Return the question for the prompt of `messages`.
+        """Encode the question for the prompt of `messages`.
 
         Args:
             tenant: the one whose request it is.

@@ -1,6 +1,6 @@
 """Arithmetic of a linear, as a value that others show.
 
-It says which kernel does it, and which instructions the kernel was built from. Imports no torch.
+It names which kernel does it, and which instructions the kernel was built from. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROTATED = "-h"
 
 
 def rotated_name(name: str, block: int) -> str:
-    """Return the name of an arithmetic whose rows and weights are rotated by Hadamard blocks.
+    """Format the name of an arithmetic whose rows and weights are rotated by Hadamard blocks.
 
     Args:
         block: inputs of a block; 0: they aren't rotated.
@@ -60,7 +60,7 @@ class ActivationRounding:
 
 
 def activation_rounding(name: str) -> ActivationRounding | None:
-    """Return how an arithmetic of this name rounds rows; None: to no integers."""
+    """Parse how an arithmetic of this name rounds rows; None: to no integers."""
     plain, _, block = name.partition(_ROTATED)
     return ActivationRounding(LEVELS[plain], int(block or 0), GROUPS.get(plain, 0)) if plain in LEVELS else None
 

@@ -53,7 +53,7 @@ class PartCut:
         return self.layers[1] - self.layers[0]
 
     def module_layer(self, layer: int, module: str) -> int | None:
-        """Return the part's layer of a module; None where the part hasn't it.
+        """Look up the part's layer of a module; None where the part hasn't it.
 
         The head and the embedding, which belong to no layer, stand in the first one.
         """
@@ -62,7 +62,7 @@ class PartCut:
         return self._layer(layer) if module in LAYER_MODULES else 0
 
     def norm_layer(self, layer: int, norm: str) -> int | None:
-        """Return the part's layer of a norm; None where the part hasn't it."""
+        """Look up the part's layer of a norm; None where the part hasn't it."""
         if norm == "norm":
             return 0 if self.has_last_norm else None
         return self._layer(layer)

@@ -17,5 +17,5 @@ ROTATION_BLOCKS = (64, 32, 16)
 
 
 def rotation_block(width: int) -> int:
-    """Return the block by which so many inputs are rotated; 0: no block divides them."""
+    """Choose the block by which this many inputs are rotated; 0: no block divides them."""
     return next((block for block in ROTATION_BLOCKS if width % block == 0), 0)

@@ -182,7 +182,7 @@ def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
 
 
 def size_of(m: LoraModule) -> ModuleSize:
-    """Return the size of the module, without reading its numbers."""
+    """Measure the module, without reading its numbers."""
     num_rows = 0 if m.row_overrides is None else int(m.row_overrides.ids.shape[0])
     return ModuleSize(
         m.layer,

@@ -45,7 +45,7 @@ class PackedRows:
     scales: Tensor | None
 
     def pick(self, which: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return some of the rows as numbers of `dtype`, [len(which), width]."""
+        """Convert some of the rows to numbers of `dtype`, [len(which), width]."""
         weight = self.weight[which].to(dtype)
         return weight if self.scales is None else weight * self.scales[which, None].to(dtype)
 
@@ -87,7 +87,7 @@ class PackedExperts:
     def of(
         cls, records: npt.NDArray[np.int64], rows: Mapping[tuple[int, int], int], module_shapes: ModuleShapes
     ) -> PackedExperts | None:
-        """Return the experts of these records; None where there are none."""
+        """Build the experts of these records; None where there are none."""
         if not rows:
             return None
         shapes = [module_shapes.get(module, (0, 0)) for module in EXPERT_MODULES]
@@ -179,21 +179,21 @@ class PackedAdapter:
         return int(self.records.shape[0])
 
     def lora_a(self, layer: int, module: str, expert: int = 0) -> Tensor:
-        """Return a view of the module's A, [r, in_features]; r is 0 where the adapter has none.
+        """View the module's A, [r, in_features]; r is 0 where the adapter has none.
 
         In int8 these are codes.
         """
         return self._matrix(A, 1, layer, module, expert)
 
     def lora_b(self, layer: int, module: str, expert: int = 0) -> Tensor:
-        """Return a view of the module's B by rank, [r, out_features].
+        """View the module's B by rank, [r, out_features].
 
         It is the checkpoint's B, transposed. In int8 these are codes.
         """
         return self._matrix(B, 0, layer, module, expert)
 
     def scaling(self, layer: int, module: str, expert: int = 0) -> Tensor:
-        """Return a view of each rank's factor, [r] float32.
+        """View each rank's factor, [r] float32.
 
         In int8 it is the rank's scaling times the scales of its rows of A and of B.
         """
@@ -201,15 +201,15 @@ class PackedAdapter:
         return self.floats[record[SCALINGS] : record[SCALINGS] + record[RANK]]
 
     def dora_delta(self, layer: int, module: str, expert: int = 0) -> Tensor | None:
-        """Return a view of the module's δ, [out_features] float32; None where it has none."""
+        """View the module's δ, [out_features] float32; None where it has none."""
         return self._row(DELTA, layer, module, expert)
 
     def bias_delta(self, layer: int, module: str, expert: int = 0) -> Tensor | None:
-        """Return a view of the module's bias delta, [out_features] float32; None without one."""
+        """View the module's bias delta, [out_features] float32; None without one."""
         return self._row(SHIFT, layer, module, expert)
 
     def row_overrides(self, layer: int, module: str) -> PackedRows | None:
-        """Return the module's replaced rows; None where it has none."""
+        """View the module's replaced rows; None where it has none."""
         index = MODULE_INDEX[module]
         record = self.records[layer, index]
         count, first, ids, scales = (int(record[word]) for word in (NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES))
@@ -222,14 +222,14 @@ class PackedAdapter:
         )
 
     def site_a(self, layer: int, site: str) -> Tensor:
-        """Return a view of the A matrices of all the site's slices, [sum of ranks, in_features]."""
+        """View the A matrices of all the site's slices, [sum of ranks, in_features]."""
         first = MODULE_INDEX[CALLED_SITES[site][0]]
         num_rows = int(self.ranks[layer, first : first + len(CALLED_SITES[site])].sum())
         width, start = self.in_features[first], int(self.records[layer, first, A])
         return self.data[start : start + num_rows * width].view(num_rows, width)
 
     def _record(self, layer: int, module: str, expert: int) -> npt.NDArray[np.int64]:
-        """Return a module's record; one of zeros where the adapter has nothing of the expert."""
+        """Find a module's record; one of zeros where the adapter has nothing of the expert."""
         record = _NOTHING
         if module in MODULE_INDEX:
             record = self.records[layer, MODULE_INDEX[module]]
@@ -238,7 +238,7 @@ class PackedAdapter:
         return record
 
     def _shape(self, module: str) -> tuple[int, int]:
-        """Return a module's (out_features, in_features)."""
+        """Look up a module's (out_features, in_features)."""
         if module in MODULE_INDEX:
             index = MODULE_INDEX[module]
             return self.out_features[index], self.in_features[index]

@@ -1,6 +1,6 @@
 """Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them.
 
-`dequantize` says what they mean. Plain tensors: no Triton here.
+`dequantize` defines what they mean. Plain tensors: no Triton here.
 
     int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or
            for each group of 32, 64 or 128 inputs; groups may have zeros
@@ -155,7 +155,7 @@ class QuantizedWeight:
         return self if self.permutation is None else replace(self, permutation=None)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """Return the same weight on a device, with scales and zeros in the order read fastest.
+        """Move the weight to a device, with scales and zeros in the order read fastest.
 
         Neighbours in memory are output channels.
         """
@@ -173,7 +173,7 @@ class QuantizedWeight:
         )
 
     def rows(self, start: int, end: int) -> QuantizedWeight:
-        """Return the weight of these output channels, in the same memory."""
+        """Slice the weight to these output channels, in the same memory."""
         return QuantizedWeight(
             self.format,
             self.codes[start:end],
@@ -187,7 +187,7 @@ class QuantizedWeight:
         )
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return what the codes mean before they are scaled, [out_features, in_features].
+        """Decode the codes to numbers before they are scaled, [out_features, in_features].
 
         They are whole numbers save for nf4, fp8 and zeros in float32, exact in float32 but for the
         latter, and rotated or permuted where the weight is.
@@ -203,15 +203,15 @@ class QuantizedWeight:
         return codes.to(dtype) - self._spread_zeros(dtype)
 
     def _spread_zeros(self, dtype: torch.dtype) -> Tensor:
-        """Return each weight's zero."""
+        """Repeat each group's zero for every weight of the group."""
         if self.zeros is None:
             raise InvalidWeight("this weight is symmetric: it has no zeros")
         return self.zeros.to(dtype).repeat_interleave(self.group_size, dim=1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, [out_features, in_features]: ``value · scale``, rounded once.
+        """Decode the weight, [out_features, in_features]: ``value · scale``, rounded once.
 
-        It is of `dtype`, computed in float32, or in float64 if that is asked for. A rotated
+        It is of `dtype`, computed in float32, or in float64 if that is requested. A rotated
         weight is rotated back, and a permuted one has its inputs in their order.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -221,7 +221,7 @@ class QuantizedWeight:
 
 
 def unpermute(rows: Tensor, permutation: Tensor | None) -> Tensor:
-    """Return rows whose columns are in the order of the inputs.
+    """Put the columns of rows into the order of the inputs.
 
     Args:
         rows: [n, in_features], column j for input ``permutation[j]``.
@@ -305,7 +305,7 @@ def quantize(
 
 
 def _rounded(groups: Tensor, amax: Tensor, format: str, has_zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes as `groups`, one a byte, with their scales and zeros [rows, groups, 1].
+    """Round the groups to codes, one a byte, with their scales and zeros [rows, groups, 1].
 
     Args:
         groups: [rows, groups, group_size], float32.
@@ -342,7 +342,7 @@ _SHRINKS = (1.0, 0.93, 0.86)
 
 
 def _searched(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return int4's codes, scales and zeros of least squared error, as `_rounded` does."""
+    """Search int4's codes, scales and zeros of least squared error, as `_rounded` returns them."""
     low, high = groups.amin(2, keepdim=True).clamp_max_(0), groups.amax(2, keepdim=True).clamp_min_(0)
     least, scales, zeros = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
     for shrink in _SHRINKS:
@@ -365,7 +365,7 @@ def _not_finite(weight: Tensor) -> InvalidWeight:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Return two neighbouring codes in a byte, the first in the low half.
+    """Pack two neighbouring codes into a byte, the first in the low half.
 
     Args:
         codes: [rows, width] uint8 from 0 to 15.
@@ -374,12 +374,12 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(octets: Tensor) -> Tensor:
-    """Return the codes that `pack_nibbles` was given, [rows, 2 · bytes] uint8."""
+    """Unpack the codes that `pack_nibbles` packed, [rows, 2 · bytes] uint8."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).view(octets.shape[0], -1)
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return a weight whose output channels are those of the parts, in order.
+    """Concatenate the parts' output channels, in order, into one weight.
 
     It is for linears that share their input. Parts with zeros, in any dtype, and without may be
     mixed; nothing is rounded again.
@@ -414,17 +414,17 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def is_same_permutation(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return whether two weights have their inputs in one order."""
+    """Check whether two weights have their inputs in one order."""
     if first is None or second is None:
         return first is second
     return torch.equal(first, second)
 
 
 def _by_channel(grid: Tensor) -> Tensor:
-    """Return the same [channels, groups] with neighbouring channels side by side in memory.
+    """Copy [channels, groups] so that neighbouring channels lie side by side in memory.
 
-    Tiles of channels read them so. Bytes go on to a multiple of four channels for each group, so
-    that they can be read in words.
+    Tiles of channels read them so. Bytes are padded to a multiple of four channels for each group,
+    so that they can be read in words.
     """
     if grid.element_size() > 1:
         return grid.t().contiguous().t()
@@ -434,7 +434,7 @@ def _by_channel(grid: Tensor) -> Tensor:
 
 
 def zero_words(zeros: Tensor) -> Tensor:
-    """Return zeros as kernels read them: [groups, channels / 4] int32.
+    """View zeros as kernels read them: [groups, channels / 4] int32.
 
     The same memory when `QuantizedWeight.to` or `quantize` made them.
     """

@@ -20,7 +20,7 @@ _BLOCKS_AT_ONCE = 4096
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Return ``x H``, each block of the last dimension for itself; twice is ``block · x``.
+    """Compute ``x H``, each block of the last dimension for itself; twice is ``block · x``.
 
     The order of its sums is fixed: a float32 result has the same bits as the CPU's kernels give.
 
@@ -52,7 +52,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def check_rotation(block: int, in_features: int) -> None:
-    """Return if a weight's inputs can be rotated by blocks of this size; 0: they aren't.
+    """Raise an error unless a weight's inputs can be rotated by blocks of this size, or 0.
 
     Raises:
         InvalidWeight: they can't.

@@ -19,7 +19,7 @@ GPU_BLOCK_WEIGHTS = 1 << 22
 def row_blocks(start: int, end: int, width: int, block_weights: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of blocks of rows of `width` weights.
 
-    A block has so many weights; None: what suits a CPU.
+    A block has at most `block_weights` weights; None: what suits a CPU.
     """
     step = max(1, (block_weights or BLOCK_WEIGHTS) // width)
     for first in range(start, end, step):

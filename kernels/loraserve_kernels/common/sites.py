@@ -26,7 +26,7 @@ LAYER_SITES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 """The sites that every decoder layer has."""
 
 EXTRA_MODULES: tuple[str, ...] = tuple(f"extra_{number}" for number in range(5))
-"""Further linears of a layer, each a site of its own, on CPUs alone.
+"""Other linears of a layer, each a site of its own, on CPUs alone.
 
 Code of transformers has them, where some layers attend and others are recurrent.
 """
@@ -75,7 +75,7 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def label_of(module: str, expert: int) -> str:
-    """Return a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
+    """Format a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
     return module.replace("experts.", f"experts.{expert}.")
 
 

@@ -98,8 +98,8 @@ class PackedLayout:
     def num_bytes(self, dtype: ItemSized, num_norm_weights: int = 0) -> int:
         """Bytes of the buffers, with weights in `dtype`.
 
-        So many float32 weights of norms lie beside them. Experts' records are counted, since there
-        may be thousands; the others' aren't.
+        `num_norm_weights` float32 weights of norms are added. Experts' records are counted, since
+        there may be thousands; the others' aren't.
         """
         floats = 4 * (self.num_floats + num_norm_weights + self.num_row_ids)
         return self.num_elements * dtype.itemsize + floats + self.expert_records.nbytes
@@ -244,7 +244,7 @@ def num_pages_of(
     page_num_bytes: int,
     dtype: ItemSized,
 ) -> int:
-    """Return the pages that `make_pages` will fill for an adapter with these modules.
+    """Count the pages that `make_pages` will fill for an adapter with these modules.
 
     No tensor is needed.
 
@@ -264,7 +264,7 @@ def num_tiles_of(sizes: Iterable[ModuleSize], *, num_layers: int) -> int:
 
 
 def tiles_of_rows(num_rows: int, num_layers: int) -> int:
-    """Return the number of tiles whose records, over all layers, hold so many replaced rows."""
+    """Count the tiles whose records, over all layers, hold that many replaced rows."""
     return -(-num_rows // (RANK_TILE * num_layers))
 
 
@@ -286,7 +286,7 @@ def place_module(placing: Placing, size: ModuleSize, shape: tuple[int, int], dty
 def tiles_by_module(
     sizes: Iterable[ModuleSize], num_layers: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return how many tiles the module needs, and how many its replaced rows need.
+    """Count the tiles that each module needs, and those that its replaced rows need.
 
     The former at the layer of its highest rank, and at least one.
     """

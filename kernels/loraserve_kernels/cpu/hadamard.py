@@ -27,7 +27,7 @@ _LARGEST = max(ROTATION_BLOCKS)
 
 @intrinsic
 def block_buffer(typingctx: Any) -> Any:
-    """Return the address of the largest block's float32, on the stack of the calling function."""
+    """Allocate the largest block's float32 on the stack of the calling function."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         memory = cgutils.alloca_once(builder, ir.ArrayType(VECTOR, _LARGEST // LANES))
@@ -37,7 +37,7 @@ def block_buffer(typingctx: Any) -> Any:
 
 
 def _rotation(block: int) -> Any:
-    """Return the intrinsic that multiplies a block of this size."""
+    """Build the intrinsic that multiplies a block of this size."""
 
     @intrinsic
     def rotate_whole(typingctx: Any, source: Any, target: Any) -> Any:
@@ -63,7 +63,7 @@ def _rotation(block: int) -> Any:
 
 
 def _between(builder: Any, vectors: list[Any], step: int) -> list[Any]:
-    """Return sums and differences of vectors that are `step` apart."""
+    """Compute sums and differences of vectors that are `step` apart."""
     turned = list(vectors)
     for i in range(len(vectors)):
         if not i & step:
@@ -73,7 +73,7 @@ def _between(builder: Any, vectors: list[Any], step: int) -> list[Any]:
 
 
 def _within(builder: Any, value: Any, step: int) -> Any:
-    """Return sums and differences of a vector's lanes that are `step` apart."""
+    """Compute sums and differences of a vector's lanes that are `step` apart."""
     partners = ir.Constant(ir.VectorType(INT32, LANES), [i ^ step for i in range(LANES)])
     signs = ir.Constant(VECTOR, [-1.0 if i & step else 1.0 for i in range(LANES)])
     # a product with 1 or −1 is exact: whether it is fused changes no bit

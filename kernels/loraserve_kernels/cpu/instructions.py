@@ -36,9 +36,9 @@ _FBGEMM = {1: "avx2", 2: "avx512", 3: "avx512_ymm", 4: "avx512_vnni", 5: "avx512
 
 @functools.cache
 def onednn() -> str:
-    """Return the widest set that oneDNN may use.
+    """Detect the widest set that oneDNN may use.
 
-    It is the processor's, or less where ONEDNN_MAX_CPU_ISA says so.
+    It is the processor's, or less where ONEDNN_MAX_CPU_ISA sets it.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine()
@@ -52,9 +52,9 @@ def onednn() -> str:
 
 @functools.cache
 def fbgemm() -> str:
-    """Return the set that fbgemm dispatches to.
+    """Detect the set that fbgemm dispatches to.
 
-    Where fbgemm can't be asked, it is torch's own name for it.
+    Where fbgemm can't be queried, it is torch's own name for it.
     """
     try:
         ask = ctypes.CDLL(
@@ -67,13 +67,13 @@ def fbgemm() -> str:
 
 
 def aten() -> str:
-    """Return the set that torch's own operators dispatch to; ATEN_CPU_CAPABILITY lowers it."""
+    """Detect the set that torch's own operators dispatch to; ATEN_CPU_CAPABILITY lowers it."""
     return torch.backends.cpu.get_cpu_capability().lower()
 
 
 @functools.cache
 def numba() -> str:
-    """Return the set that numba's kernels are compiled for."""
+    """Detect the set that numba's kernels are compiled for."""
     if not HAS_NUMBA:
         return "none"
     from loraserve_kernels.cpu.simd import LANES
@@ -84,7 +84,7 @@ def numba() -> str:
 
 
 def gpu(device: torch.device) -> str:
-    """Return a GPU's compute capability; ``interpreter`` where Triton's kernels run on the CPU."""
+    """Detect a GPU's compute capability; ``interpreter`` where Triton's kernels run on the CPU."""
     if device.type != "cuda":
         return "interpreter"
     major, minor = torch.cuda.get_device_capability(device)
@@ -92,7 +92,7 @@ def gpu(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Return the widest of oneDNN's sets that the processor has."""
+    """Detect the widest of oneDNN's sets that the processor has."""
     has: Sequence[tuple[str, bool]] = (
         ("avx512_core_amx", torch.cpu._is_amx_tile_supported()),
         ("avx512_core_bf16", torch.cpu._is_avx512_bf16_supported()),

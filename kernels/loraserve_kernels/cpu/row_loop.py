@@ -14,12 +14,12 @@ from loraserve_kernels.cpu.simd import fetch_add, load_int
 
 @numba.njit
 def rows_at_once(num_rows):  # type: ignore[no-untyped-def]
-    """Return how many of a step's rows a thread claims at once: several where there are many."""
+    """Decide how many of a step's rows a thread claims at once: several where there are many."""
     return 4 if num_rows > 64 else 1
 
 
 def row_loop(name: str, compute: Any, num_rows_word: int) -> Any:
-    """Return the loop that claims rows and computes each.
+    """Build the loop that claims rows and computes each.
 
     The argument block starts with the counter of claimed rows.
 

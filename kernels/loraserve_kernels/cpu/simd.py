@@ -49,7 +49,7 @@ which makes it part of the cache's key.
 
 
 def stamp_with(*files: str) -> int:
-    """Return a stamp for an entry that runs what these files define too; it changes with them."""
+    """Hash a stamp for an entry that runs what these files define too; it changes with them."""
     stamp = STAMP
     for file in files:
         stamp = zlib.crc32(Path(file).read_bytes(), stamp)
@@ -72,8 +72,8 @@ class VectorModel(PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, fe_type, VECTOR)
 
 
-# What an element in memory is, passed to loads as a value whose numba type says it. int8 is widened
-# to float32 like the others.
+# What an element in memory is, passed to loads as a value whose numba type encodes it. int8 is
+# widened to float32 like the others.
 F32, BF16, F16, I8 = np.float32(0), np.uint16(0), np.int16(0), np.int8(0)
 
 
@@ -141,7 +141,7 @@ def load_int32(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def splat(typingctx: Any, value: Any) -> Any:
-    """Return a vector with `value` in every lane."""
+    """Fill every lane of a vector with `value`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return code.splat(builder, args[0])
@@ -151,7 +151,7 @@ def splat(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return ``a · b + c`` by lane, rounded once where the machine can.
+    """Compute ``a · b + c`` by lane, rounded once where the machine can.
 
     Every one with AVX2 can.
     """
@@ -164,7 +164,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def fma_one(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return ``a · b + c`` of float32, rounded as `fma` rounds."""
+    """Compute ``a · b + c`` of float32, rounded as `fma` rounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return code.fma(builder, *args)
@@ -174,7 +174,7 @@ def fma_one(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def sum_lanes(typingctx: Any, value: Any) -> Any:
-    """Return the sum of the lanes, halves first: always in the same order."""
+    """Sum the lanes, halves first: always in the same order."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return code.sum_lanes(builder, args[0])
@@ -198,7 +198,7 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tell the core that it spins."""
+    """Hint to the core that it spins."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if llvmlite.binding.get_default_triple().startswith(("x86_64", "i686")):
@@ -213,7 +213,7 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Ask for the cache line of element `index` of the array at `address`.
+    """Prefetch the cache line of element `index` of the array at `address`.
 
     Any address is allowed, mapped or not.
     """
@@ -227,7 +227,7 @@ def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic
 def add(typingctx: Any, a: Any, b: Any) -> Any:
-    """Return ``a + b`` by lane."""
+    """Add two vectors by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fadd(args[0], args[1])
@@ -237,7 +237,7 @@ def add(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def divide(typingctx: Any, a: Any, b: Any) -> Any:
-    """Return ``a / b`` by lane."""
+    """Divide a by b, by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fdiv(args[0], args[1])
@@ -247,7 +247,7 @@ def divide(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def choose_below(typingctx: Any, value: Any, bound: Any, below: Any, otherwise: Any) -> Any:
-    """Return, by lane, `below` where the value is below the bound, and `otherwise` elsewhere.
+    """Choose, by lane, `below` where the value is below the bound, and `otherwise` elsewhere.
 
     Where either is NaN, it is `otherwise`.
     """
@@ -260,7 +260,7 @@ def choose_below(typingctx: Any, value: Any, bound: Any, below: Any, otherwise: 
 
 @intrinsic
 def max_lanes(typingctx: Any, value: Any) -> Any:
-    """Return the largest lane; NaN lanes may be passed over."""
+    """Find the largest lane; NaN lanes may be passed over."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, width = args[0], LANES
@@ -280,7 +280,7 @@ def max_lanes(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def exp(typingctx: Any, value: Any) -> Any:
-    """Return e to each lane, within 2 units in the last place.
+    """Compute e to each lane, within 2 units in the last place.
 
     It is 0 below -87.3, infinity above 88.37, NaN for NaN.
     """
@@ -328,7 +328,7 @@ def exp(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
-    """Return a vector whose lane j is the dot product of `x` with row j at `rows`.
+    """Compute a vector whose lane j is the dot product of `x` with row j at `rows`.
 
     There are `LANES` rows. Each product is summed by lanes, then over the lanes in the order of
     `sum_lanes`: a row's result doesn't depend on the other rows.
@@ -356,7 +356,7 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
 
 
 def _by_lane(name: str, doc: str) -> Any:
-    """Return the intrinsic that is LLVM's function of this name on each lane."""
+    """Build the intrinsic that is LLVM's function of this name on each lane."""
 
     @intrinsic
     def of_lanes(typingctx: Any, value: Any) -> Any:
@@ -377,7 +377,7 @@ nearest = _by_lane("rint", "Return each lane's nearest whole number, as `store_i
 
 @intrinsic
 def larger(typingctx: Any, a: Any, b: Any) -> Any:
-    """Return the larger of two vectors, by lane; where either is NaN, b's."""
+    """Choose the larger of two vectors, by lane; where either is NaN, b's."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
@@ -386,7 +386,7 @@ def larger(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 def _store_codes(element: ir.Type) -> Any:
-    """Return the intrinsic that writes codes of a type of integers.
+    """Build the intrinsic that writes codes of a type of integers.
 
     Their rounding is the nearest integer, ties to even.
     """
@@ -414,7 +414,7 @@ def _store_codes(element: ir.Type) -> Any:
 
 
 def _store_code(element: ir.Type) -> Any:
-    """Return the intrinsic that writes one code, rounded as `_store_codes` rounds."""
+    """Build the intrinsic that writes one code, rounded as `_store_codes` rounds."""
 
     @intrinsic
     def store_code(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
@@ -438,7 +438,7 @@ store_int16, store_int16_one = _store_codes(INT16), _store_code(INT16)
 
 @intrinsic
 def square_root(typingctx: Any, value: Any) -> Any:
-    """Return the square root of a float32, correctly rounded."""
+    """Compute the square root of a float32, correctly rounded."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOAT, [FLOAT]), "llvm.sqrt.f32")
@@ -449,7 +449,7 @@ def square_root(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def multiply(typingctx: Any, a: Any, b: Any) -> Any:
-    """Return ``a · b`` by lane."""
+    """Multiply two vectors by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fmul(args[0], args[1])

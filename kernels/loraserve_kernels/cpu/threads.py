@@ -23,7 +23,7 @@ _RUNTIME = re.compile(r"\s(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$")
 
 @functools.cache
 def _runtime() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch has loaded; None where there is none.
+    """Find the OpenMP runtime that torch has loaded; None where there is none.
 
     It is GNU's, or Intel's or LLVM's, which offer GNU's entries too.
     """
@@ -55,7 +55,7 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
 def alone() -> Iterator[None]:
     """Keep torch's operators on this thread within the block.
 
-    It is for work beside the step, such as packing an adapter: every thread that runs a parallel
+    It is for work during the step, such as packing an adapter: every thread that runs a parallel
     operator gets a pool of its own, and once there are more threads than cores, OpenMP's threads
     sleep instead of spinning between two operators. Each one of the step's then waits for a thread
     to wake, 75 µs on one machine.
@@ -90,5 +90,4 @@ def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int
 
 
 def num_threads() -> int:
-    """Return how many threads torch's operators use."""
     return torch.get_num_threads()

@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 
 def _features() -> frozenset[str]:
-    """Return the features that numba compiles for.
+    """List the features that numba compiles for.
 
     They are the processor's, or those that NUMBA_CPU_FEATURES names instead.
     """
@@ -46,7 +46,7 @@ def wide(element: ir.Type) -> ir.Type:
 
 
 def element_bytes(kind: Any) -> int:
-    """Return the bytes of an element in memory."""
+    """Look up the bytes of an element in memory."""
     return 4 if ELEMENTS[kind] is FLOAT else int(ELEMENTS[kind].width) // 8
 
 
@@ -59,7 +59,7 @@ def pointer_to(builder: Any, address: Any, index: Any, element: ir.Type) -> Any:
 
 
 def widen(builder: Any, raw: Any, kind: Any, shape: Any) -> Any:
-    """Return `raw` as float32; `shape` makes an element's type into a scalar's or a vector's."""
+    """Widen `raw` to float32; `shape` makes an element's type into a scalar's or a vector's."""
     if kind == types.uint16:
         number = 16 if shape is scalar else [16] * LANES
         bits = builder.shl(builder.zext(raw, shape(INT32)), ir.Constant(shape(INT32), number))
@@ -96,14 +96,14 @@ def splat(builder: Any, value: Any) -> Any:
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return ``a · b + c`` of vectors or scalars, rounded once where the machine can."""
+    """Compute ``a · b + c`` of vectors or scalars, rounded once where the machine can."""
     name = "llvm.fmuladd.f32" if a.type is FLOAT else f"llvm.fmuladd.v{LANES}f32"
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
     return builder.call(function, [a, b, c])
 
 
 def prefetch(builder: Any, address: Any, index: Any, kind: Any, *, is_once: bool = False) -> None:
-    """Ask for the cache line of element `index`; any address is allowed, mapped or not.
+    """Prefetch the cache line of element `index`; any address is allowed, mapped or not.
 
     Args:
         is_once: it isn't read again, so it needn't drive others out of the caches.
@@ -116,13 +116,13 @@ def prefetch(builder: Any, address: Any, index: Any, kind: Any, *, is_once: bool
 
 
 def prefetch_vectors(builder: Any, address: Any, index: Any, count: int, kind: Any) -> None:
-    """Ask for the cache lines of ``count · LANES`` elements from `index`, each once."""
+    """Prefetch the cache lines of ``count · LANES`` elements from `index`, each once."""
     for offset in range(0, count * LANES, LINE_BYTES // element_bytes(kind)):
         prefetch(builder, address, builder.add(index, const(offset)), kind)
 
 
 def sum_lanes(builder: Any, value: Any) -> Any:
-    """Return the sum of a vector's lanes, halves first: always in the same order."""
+    """Sum a vector's lanes, halves first: always in the same order."""
     width = LANES
     while width > 1:
         width //= 2
@@ -135,7 +135,7 @@ def sum_lanes(builder: Any, value: Any) -> Any:
 
 
 def join_sums(builder: Any, vectors: Sequence[Any]) -> Any:
-    """Return a vector whose lane j is the sum of the lanes of vector j, as `sum_lanes` adds them.
+    """Compute a vector whose lane j is the sum of vector j's lanes, as `sum_lanes` adds them.
 
     Args:
         vectors: `LANES` of them.

@@ -22,7 +22,7 @@ _MAX_REGISTERS = 248
 
 
 def registers(num_warps: int, num_programs: int) -> int:
-    """Return the registers of a thread that let so many programs of so many warps run at once.
+    """Compute the registers of a thread that let that many programs of that many warps run at once.
 
     Left alone, the compiler takes more for some kernels than they need.
     """
@@ -35,7 +35,7 @@ MAX_REGISTERS = registers(4, PROGRAMS_PER_MULTIPROCESSOR)
 
 @cache
 def is_hopper() -> bool:
-    """Return whether kernels are compiled for an H100, an H200 or a GH200.
+    """Check whether kernels are compiled for an H100, an H200 or a GH200.
 
     True where there is no GPU, and nothing is launched.
     """
@@ -48,7 +48,7 @@ def is_hopper() -> bool:
 
 
 def roomy(hopper: int | None, others: int) -> int | None:
-    """Return the bound of a thread's registers: the one for Hopper, or the one for other GPUs.
+    """Choose the bound of a thread's registers: the one for Hopper, or the one for other GPUs.
 
     Tile sizes are chosen for Hopper. With its bounds, some versions of the compiler keep a register
     or two in memory on others, whose shared memory has room for fewer programs anyway.

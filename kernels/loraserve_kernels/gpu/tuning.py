@@ -1,7 +1,7 @@
 """Tile sizes that were measured on a device, read from a file.
 
 `make gpu ARGS='--only tune'` writes the file. Kernels read the one that ``LORASERVE_GPU_TUNING``
-names, or else ``tuned/DEVICE.json`` beside this module, if there is one for the device; without
+names, or else ``tuned/DEVICE.json`` next to this module, if there is one for the device; without
 either, each kernel's own tile sizes hold. The file is JSON::
 
     {"device": "NVIDIA H100 80GB HBM3",
@@ -53,7 +53,7 @@ Config = TypeVar("Config")
 
 
 def tuned(kernel: str, key: str, default: Config) -> Config:
-    """Return the default tile sizes with those of the device's file in their place.
+    """Replace the default tile sizes by those of the device's file.
 
     Args:
         kernel: one of `TUNABLE`.
@@ -72,7 +72,7 @@ def tuned(kernel: str, key: str, default: Config) -> Config:
 
 @cache
 def active() -> Sizes:
-    """Return the sizes in the file that holds here; nothing without a file.
+    """Read the sizes in the file that holds here; nothing without a file.
 
     Raises:
         InvalidTuning: the file can't be used.
@@ -87,12 +87,12 @@ def active() -> Sizes:
 
 
 def file_name(device: str) -> str:
-    """Return the file's name for a device: ``nvidia-h100-80gb-hbm3.json``."""
+    """Format the file's name for a device: ``nvidia-h100-80gb-hbm3.json``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
 
 
 def read(path: Path) -> Sizes:
-    """Return the tile sizes in a file.
+    """Read the tile sizes in a file.
 
     Raises:
         InvalidTuning: it can't be read, or a kernel, field or value in it is none that there is.
@@ -117,7 +117,7 @@ def write(path: Path, device: str, kernels: Sizes, facts: Mapping[str, Any]) -> 
     """Write a file that `read` takes, whole or not at all.
 
     Args:
-        facts: what else a reader of the file should know: versions, the measured times.
+        facts: what else a reader of the file should see: versions, the measured times.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")

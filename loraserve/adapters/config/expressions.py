@@ -5,7 +5,7 @@ it means what Python's ``re`` makes of it. It is then evaluated without trying o
 another: of each part, the set of positions at which it may end is computed from the set of those at
 which it may begin, as the bits of an integer. That takes a number of steps that is a polynomial of
 the lengths of the expression and of the name, and a budget bounds them in all. Which of several
-matches Python would find first doesn't matter, since only whether there is one is asked. Where it
+matches Python would find first doesn't matter, since only whether there is one matters. Where it
 does matter, because a part refers back to what another has caught or may not be tried again, the
 expression is refused.
 """
@@ -24,7 +24,7 @@ from loraserve.limits import LIMITS, Limits
 MAX_DEPTH = 64
 """Limit on how deep groups and lookarounds nest."""
 
-# What Python's re takes for the same letter beside the other case: İ and ı, the Kelvin sign, ſ.
+# What Python's re takes for the same letter, apart from the other case: İ and ı, the Kelvin sign, ſ
 _OTHER_CASES = {"i": "\u0130\u0131", "k": "\u212a", "s": "\u017f"}
 _TYPE_FLAGS = re.ASCII | re.LOCALE | re.UNICODE
 
@@ -54,7 +54,7 @@ class Budget:
 class _Chars:
     """Node that matches a character it accepts.
 
-    `known` is what `accepts` has said: names are made of few characters.
+    `known` is what `accepts` has returned: names are made of few characters.
     """
 
     accepts: Callable[[str], bool]
@@ -110,7 +110,7 @@ class Expression:
         self._budget = budget
 
     def is_match(self, name: str) -> bool:
-        """Return whether ``re.match`` finds it at the start of the name.
+        """Check whether ``re.match`` finds it at the start of the name.
 
         Raises:
             AdapterUnsupported: the budget is used up.
@@ -118,7 +118,7 @@ class Expression:
         return _Evaluation(name, self._budget).ends(self._node, 1) != 0
 
     def is_fullmatch(self, name: str) -> bool:
-        """Return whether ``re.fullmatch`` finds it.
+        """Check whether ``re.fullmatch`` finds it.
 
         Raises:
             AdapterUnsupported: the budget is used up.
@@ -127,7 +127,7 @@ class Expression:
 
 
 def parse_expression(parsed: Any, budget: Budget) -> Expression | str:
-    """Return what Python's parser made of an expression, ready to be matched.
+    """Convert what Python's parser made of an expression into one that is ready to be matched.
 
     Or return why it can't be, in words that end a sentence.
     """
@@ -138,7 +138,7 @@ def parse_expression(parsed: Any, budget: Budget) -> Expression | str:
 
 
 def parse_as_python(text: str) -> Any:
-    """Return what Python's parser makes of an expression.
+    """Parse an expression with Python's own parser.
 
     Nothing is compiled: of a large range of characters, that alone may take long.
 
@@ -218,7 +218,7 @@ class _Evaluation:
         self._looks: dict[tuple[_Node, int], bool] = {}
 
     def ends(self, node: _Node, starts: int) -> int:
-        """Return where the node may end that begins at one of `starts`."""
+        """Find where the node may end that begins at one of `starts`."""
         if not starts:
             return 0
         self._budget.spend()
@@ -267,7 +267,7 @@ class _Evaluation:
         return self._looks[key]
 
     def _mask(self, node: _Chars | _At) -> int:
-        """Return, as bits, where the name has a character that the node accepts.
+        """Find, as bits, where the name has a character that the node accepts.
 
         For an anchor, return the positions that it holds at.
         """
@@ -295,7 +295,7 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _acceptance(op: str, value: Any, flags: int) -> Callable[[str], bool]:
-    """Return whether a character is one of a literal's, a set's or the dot's."""
+    """Build a test of whether a character is one of a literal's, a set's or the dot's."""
     if op == "ANY":
         return lambda char: bool(flags & re.DOTALL) or char != "\n"
     if op != "IN":
@@ -325,7 +325,7 @@ def _has(kind: str, item: Any, char: str, cases: set[int], flags: int) -> bool:
 
 
 def _cases(char: str, flags: int) -> set[int]:
-    """Return the code points that stand for the character.
+    """List the code points that stand for the character.
 
     They are itself, and its other cases where they count for the same.
     """
@@ -352,7 +352,7 @@ def _is_of(category: str, char: str, flags: int) -> bool:
 
 
 def _position_test(where: str, flags: int) -> Callable[[str, int], bool]:
-    """Return whether an anchor or a boundary holds at a position of a name."""
+    """Build a test of whether an anchor or a boundary holds at a position of a name."""
     is_by_line = bool(flags & re.MULTILINE)
     match where:
         case "AT_BEGINNING_STRING":

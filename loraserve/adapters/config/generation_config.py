@@ -84,7 +84,7 @@ class GenerationDefaults(Struct, frozen=True):
     Attributes:
         max_new_tokens: length of an answer whose request names none, where there is room.
         max_default_tokens: the base's, which only caps what such an answer would have otherwise.
-        stop_token_ids: tokens that end an answer, beside the base's own.
+        stop_token_ids: tokens that end an answer, in addition to the base's own.
     """
 
     temperature: float | None = None
@@ -98,16 +98,16 @@ class GenerationDefaults(Struct, frozen=True):
     stop_strings: tuple[str, ...] = ()
 
     def only_ends(self) -> GenerationDefaults:
-        """Return the stop tokens alone."""
+        """Keep the stop tokens alone."""
         return GenerationDefaults(stop_token_ids=self.stop_token_ids)
 
     def over(self, base: GenerationDefaults) -> GenerationDefaults:
-        """Return these, with the base's where they have none."""
+        """Fill what these defaults lack with the base's."""
         found = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
         return msgspec.structs.replace(base, **found)
 
     def max_tokens(self, otherwise: int | None) -> int | None:
-        """Return the length of an answer whose request names none; None: all the room.
+        """Choose the length of an answer whose request names none; None: all the room.
 
         Args:
             otherwise: the route's own default.
@@ -118,7 +118,7 @@ class GenerationDefaults(Struct, frozen=True):
         return min(bounds, default=None)
 
     def as_fields(self) -> dict[str, int | float]:
-        """Return the sampling defaults by the names that requests have for them."""
+        """List the sampling defaults by the names that requests have for them."""
         named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         named["max_tokens"] = self.max_tokens(None)
         return {name: value for name, value in named.items() if value is not None}
@@ -128,7 +128,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 
 def read_generation_config(data: bytes, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
-    """Return the defaults, and the names of the ignored fields.
+    """Read the defaults, and the names of the ignored fields.
 
     Args:
         vocab_size: of the base's logits, which have a number for each token that may end an answer.
@@ -144,7 +144,7 @@ def read_generation_config(data: bytes, vocab_size: int) -> tuple[GenerationDefa
 
 
 def read_base_defaults(data: bytes) -> tuple[GenerationDefaults, tuple[str, ...]]:
-    """Return the defaults in the base's file, and a warning for each field that doesn't count.
+    """Read the defaults in the base's file, and a warning for each field that doesn't count.
 
     Its ``eos_token_id`` are the base's end tokens, which `read_config` reads and checks.
     """
@@ -192,7 +192,7 @@ class _Reader:
             self._refuse_unless_neutral(name, self._config[name])
 
     def _take(self, name: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
-        """Return the field's value; None if it's absent or wrong."""
+        """Take the field's value; None if it's absent or wrong."""
         self._seen.add(name)
         value = self._config.get(name)
         if value is None or is_right(value):

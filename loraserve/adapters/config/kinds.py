@@ -62,10 +62,10 @@ them; a test compares them with the installed PEFT.
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
-    """Return if the config's kind of adapter is served.
+    """Raise an error unless the config's kind of adapter is served.
 
-    It is asked before the other fields and the tensors are looked at: what is wrong with those says
-    nothing where the kind itself isn't served.
+    It is checked before the other fields and the tensors: faults in those mean nothing where the
+    kind itself isn't served.
 
     Raises:
         AdapterFormatError: there is no ``peft_type``, so that it isn't a config that PEFT loads.

@@ -38,7 +38,7 @@ class Pattern:
 
 
 def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = None) -> Pattern | Regex | str:
-    """Return the key, ready for `first_matches`, or why it can't be taken.
+    """Parse the key for `first_matches`, or return why it can't be taken.
 
     `budget` is `compile_regex`'s.
     """
@@ -66,7 +66,7 @@ def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = Non
 
 
 def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> dict[str, int]:
-    """Return the index of the first pattern that matches each name by PEFT's rule.
+    """Find the index of the first pattern that matches each name by PEFT's rule.
 
     Names that none matches are left out.
     """

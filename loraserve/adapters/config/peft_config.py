@@ -1,6 +1,6 @@
 """A LoRA adapter's config, checked.
 
-The fields that decide its arithmetic and its reach are read; whatever else it says is ignored or
+The fields that decide its arithmetic and its reach are read; all others are ignored or
 refused by name.
 """
 
@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, int] = {"r": 8, "lora_alpha": 8}
 
 ALL_LINEAR = "all-linear"
 LAYERS_FRAME = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
-"""PEFT's, of an entry of layers_pattern: a match says which layer a module is in."""
+"""PEFT's, of an entry of layers_pattern: a match gives the layer that a module is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ConfigProblem:
 def read_settings(
     config: Mapping[str, Any], limits: Limits = LIMITS
 ) -> tuple[LoraSettings | None, list[ConfigProblem]]:
-    """Return the settings and no problems, or None and every problem."""
+    """Read the settings and no problems, or None and every problem."""
     reader = _Reader(config, limits)
     settings = reader.read()
     return (None if reader.problems else settings), reader.problems
@@ -354,7 +354,7 @@ class _Reader:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a regex of that text matches that text alone.
+    """Check whether a regex of that text matches that text alone.
 
     Its dots are excepted: they part names here.
     """

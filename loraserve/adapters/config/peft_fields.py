@@ -24,11 +24,11 @@ class FieldRule:
 
     Attributes:
         why: completes "… because".
-        neutral: values of a refused field that say nothing, beside null, false, "" and []. An empty
-            object is none of these unless it stands here: of most, PEFT builds an object of
+        neutral: values of a refused field that have no effect, besides null, false, "" and []. An
+            empty object is none of these unless it stands here: of most, PEFT builds an object of
             defaults, which is as good as one that was filled.
         is_object: whether a refused field's value is an object in PEFT: then null and false alone
-            say nothing.
+            have no effect.
         parts: of an ignored field that holds an object: the keys that it may have. None: its value
             isn't looked at.
     """
@@ -141,13 +141,14 @@ with the classes.
 
 
 def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | None:
-    """Return why a config can't be served with this field, in a sentence.
+    """Explain in a sentence why a config can't be served with this field.
 
     None where it can, or where the code that implements the field judges its value.
     """
     rule = table.get(name)
     if rule is None:
-        # two adjacent fields of a newer PEFT, switched off, are the common case: they say nothing
+        # two adjacent fields of a newer PEFT, switched off, are the common case: they have no
+        # effect
         if _is_off(value) or value in ("", []):
             return None
         return f"{shown(name)} = {shown(value)}: this field is unknown, and it may change the answers."

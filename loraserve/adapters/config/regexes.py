@@ -33,7 +33,7 @@ class Regex:
     compiled: Any
 
     def is_match(self, name: str) -> bool:
-        """Return whether ``re.match`` finds it at the start of the name.
+        """Check whether ``re.match`` finds it at the start of the name.
 
         Raises:
             AdapterUnsupported: the config's regexes take more steps than they may.
@@ -43,13 +43,13 @@ class Regex:
         return self.compiled.match(name) is not None
 
     def is_fullmatch(self, name: str) -> bool:
-        """Return whether ``re.fullmatch`` finds it; raises as `is_match`."""
+        """Check whether ``re.fullmatch`` finds it; raises as `is_match`."""
         if isinstance(self.compiled, Expression):
             return self.compiled.is_fullmatch(name)
         return self.compiled.fullmatch(name) is not None
 
     def group(self, name: str, group: str) -> str | None:
-        """Return what the group has caught where `is_match`.
+        """Look up what the group has caught where `is_match`.
 
         None where it isn't, or the group took no part. The expression must have been compiled with
         `has_groups`.
@@ -66,13 +66,13 @@ def compile_regex(
     *,
     has_groups: bool = False,
 ) -> Regex | str:
-    """Return the expression put into `frame`, as PEFT frames it, ready to be matched.
+    """Compile the expression put into `frame`, as PEFT frames it.
 
     Where it can't be, return why, in words that end a sentence.
 
     Args:
         budget: what all of a config's regexes may take together; None: it has one of its own.
-        has_groups: what groups have caught is asked for: of what RE2 takes alone.
+        has_groups: what groups have caught is needed: for what RE2 takes alone.
     """
     if len(text) > limits.max_adapter_regex_length:
         return f"it has {len(text):,} characters; at most {limits.max_adapter_regex_length:,} are allowed"

@@ -1,7 +1,7 @@
 """Adapters in other containers than PEFT's two files, read as these.
 
 A version is stored as PEFT writes it, whatever it came in: everything after an upload, from the
-engine to a download, knows one form.
+engine to a download, handles one form.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Container(Protocol):
     """Whether it needs no ``adapter_config.json``."""
 
     def read_beginning(self, beginning: Buffer, limits: Limits) -> int | None:
-        """Return the most bytes that a file has which begins so; None: it isn't known yet.
+        """Bound the bytes of a file from its beginning; None: it isn't known yet.
 
         Raises:
             AdapterFormatError: no file that begins so is accepted.
@@ -59,7 +59,7 @@ class Container(Protocol):
         ...
 
     def read(self, config: bytes, weights: Buffer, base: BaseSpec, limits: Limits) -> ConvertedFiles:
-        """Return the adapter's files.
+        """Read the adapter's files.
 
         Raises:
             AdapterRejected: it can't be read.
@@ -85,12 +85,12 @@ CONTAINERS: tuple[Container, ...] = (TorchArchive(),)
 
 
 def find_container(first: Buffer, containers: Sequence[Container]) -> Container | None:
-    """Return the container whose files begin with these bytes; None: they are safetensors."""
+    """Find the container whose files begin with these bytes; None: they are safetensors."""
     return next((one for one in containers if bytes(first[: len(one.magic)]) == one.magic), None)
 
 
 def needs_conversion(config: bytes, first: Buffer, index: bytes | None, containers: Sequence[Container]) -> bool:
-    """Return whether an upload isn't PEFT's two files yet.
+    """Check whether an upload isn't PEFT's two files yet.
 
     Args:
         config: contents of ``adapter_config.json``; empty: there is none.
@@ -104,7 +104,7 @@ def _is_mlx(config: bytes) -> bool:
     try:
         return bool(config) and is_mlx_config(read_config(config))
     except AdapterFormatError:
-        # refused with PEFT's own, where all of its problems are told
+        # refused with PEFT's own, where all of its problems are reported
         return False
 
 
@@ -116,7 +116,7 @@ def convert_files(
     containers: Sequence[Container] = CONTAINERS,
     limits: Limits = LIMITS,
 ) -> ConvertedFiles:
-    """Return the files of an upload that needs a conversion, as PEFT writes them.
+    """Convert the files of an upload into those that PEFT writes.
 
     Args:
         index: contents of the index of several shards, which `weights` are, one after the other.

@@ -66,7 +66,7 @@ class ExpertNames:
         )
 
     def linear(self, path: str) -> tuple[str, int] | None:
-        """Return (module, number of the expert) of a path inside a layer; None: it is no such.
+        """Parse a path inside a layer into (module, number of the expert); None: it is no such.
 
         The number may be one that the base doesn't have.
         """
@@ -79,7 +79,7 @@ class ExpertNames:
         return None
 
     def wrapper(self, path: str) -> int | None:
-        """Return how many wrappers are around the one of this path inside a layer.
+        """Count the wrappers around the one of this path inside a layer.
 
         None: it isn't a wrapper of all experts' module.
         """
@@ -89,21 +89,21 @@ class ExpertNames:
         return depth if is_one and depth < len(PARAMETERS) else None
 
     def of(self, place: ExpertPlace) -> str:
-        """Return the whole name of a linear, as PEFT's patterns see it."""
+        """Format the whole name of a linear, as PEFT's patterns see it."""
         layer, module, expert = place
         path = self.experts.module_paths[module].replace("{}", str(expert))
         return f"{self.base.layers_path}.{layer}.{path}"
 
     def of_parameter(self, layer: int, name: str) -> str:
-        """Return the whole name of a parameter of all experts."""
+        """Format the whole name of a parameter of all experts."""
         return f"{self.base.layers_path}.{layer}.{self.experts.parameters_path}.{name}"
 
     def of_router(self, layer: int) -> str:
-        """Return the whole name of the router's weight in transformers 5."""
+        """Format the whole name of the router's weight in transformers 5."""
         return f"{self.base.layers_path}.{layer}.{self._block}.gate.weight"
 
     def places(self, modules: Iterable[str]) -> list[ExpertPlace]:
-        """Return the linears of these modules in all layers, by layer, module and expert."""
+        """List the linears of these modules in all layers, by layer, module and expert."""
         return [
             (layer, module, expert)
             for layer in range(self.base.num_layers)
@@ -113,5 +113,5 @@ class ExpertNames:
 
 
 def is_parameter_targeted(targets: Sequence[str], name: str) -> bool:
-    """Return whether a config's target_parameters name a parameter of this whole name."""
+    """Check whether a config's target_parameters name a parameter of this whole name."""
     return any(name == target or name.endswith(f".{target}") for target in targets)

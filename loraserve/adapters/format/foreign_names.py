@@ -56,7 +56,7 @@ _TRAINED = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|vera_|token_adapter|module
 
 
 def refuse_foreign_names(names: Iterable[str]) -> None:
-    """Return if the tensors aren't those of a file that another tool writes.
+    """Raise an error if the tensors are those of a file that another tool writes.
 
     Raises:
         AdapterUnsupported: they are; the message has a name, the tool, and what to do.

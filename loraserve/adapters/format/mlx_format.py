@@ -39,8 +39,8 @@ class _Parameters:
     """Settings of an mlx-lm config.
 
     Attributes:
-        num_layers: layers from the last one on that have tensors; None: the config doesn't say.
-        keys: modules inside a layer, or whole names; None: the config doesn't say.
+        num_layers: layers from the last one on that have tensors; None: the config lacks it.
+        keys: modules inside a layer, or whole names; None: the config lacks it.
         base: name of the base.
     """
 
@@ -53,14 +53,14 @@ class _Parameters:
 
 
 def is_mlx_config(config: Mapping[str, Any]) -> bool:
-    """Return whether this is a config that mlx-lm writes."""
+    """Check whether this is a config that mlx-lm writes."""
     return "peft_type" not in config and ("fine_tune_type" in config or "lora_parameters" in config)
 
 
 def read_mlx(
     config: bytes, weights: Buffer, base: BaseSpec, limits: Limits = LIMITS
 ) -> tuple[bytes, dict[str, TensorView], tuple[str, ...]]:
-    """Return PEFT's config and tensors of an adapter of mlx-lm, and notes for people.
+    """Convert an adapter of mlx-lm to PEFT's config and tensors, with notes for people.
 
     Raises:
         AdapterFormatError: the config or the tensors aren't those that mlx-lm writes.

@@ -61,7 +61,7 @@ _OTHER_FORMATS: tuple[tuple[bytes, str], ...] = (
 class TensorInfo:
     """Checked entry of the header.
 
-    Its bytes are ``begin:end`` of the body and as many as dtype and shape say.
+    Its bytes are ``begin:end`` of the body and as many as dtype and shape need.
     """
 
     name: str
@@ -122,7 +122,7 @@ def read_adapter(config_bytes: Buffer, weights: Buffer, limits: Limits = LIMITS)
 
 
 def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
-    """Return the JSON object in ``adapter_config.json``.
+    """Parse the JSON object in ``adapter_config.json``.
 
     Raises:
         AdapterFormatError: too long, or not strict JSON.
@@ -135,7 +135,7 @@ def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
 
 
 def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Return views of every tensor in a safetensors file, sharing its memory.
+    """Map every tensor in a safetensors file to a view that shares its memory.
 
     They are writable exactly if the buffer is. A tensor of F64 is a float32 copy, rounded to
     nearest.
@@ -154,7 +154,7 @@ def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorVi
 
 
 def stored_view(dtype: str, shape: tuple[int, ...], array: Array) -> TensorView:
-    """Return a tensor as its file holds it; of F64, a float32 copy, rounded to nearest."""
+    """Wrap a tensor as its file holds it; of F64, a float32 copy, rounded to nearest."""
     if dtype == "F64":
         # what float32 doesn't hold is infinite then, and refused as such
         with np.errstate(over="ignore", invalid="ignore"):
@@ -163,7 +163,7 @@ def stored_view(dtype: str, shape: tuple[int, ...], array: Array) -> TensorView:
 
 
 def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
-    """Return the header of a safetensors file, entirely checked.
+    """Read the header of a safetensors file, entirely checked.
 
     This costs no more than the header's own length.
 
@@ -184,7 +184,7 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
 
 
 def read_beginning(beginning: Buffer, limits: Limits = LIMITS) -> Header | None:
-    """Return the header of a file of which these are the first bytes, as `read_header` checks it.
+    """Read the header of a file of which these are the first bytes, as `read_header` checks it.
 
     Its body has as many bytes as its tensors. None: the header isn't complete yet.
 
@@ -198,7 +198,7 @@ def read_beginning(beginning: Buffer, limits: Limits = LIMITS) -> Header | None:
 
 
 def _header_length(weights: Buffer, limits: Limits) -> int:
-    """Return the length that the first nine bytes, if there are as many, give the header."""
+    """Read the header's length from the first nine bytes, or from those that there are."""
     length = int.from_bytes(weights[:8], "little")
     # A length such as 0x0280 looks like a pickle's first bytes; nothing but safetensors has a brace
     # after eight bytes.
@@ -229,7 +229,7 @@ def _refuse_other_format(first: bytes) -> None:
 
 
 def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int | None, limits: Limits) -> Header:
-    """Return the header of these entries.
+    """Check the header's entries.
 
     Args:
         body_bytes: bytes after it; None: as many as its tensors have.
@@ -268,7 +268,7 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
 
 
 def check_name(name: str, limits: Limits) -> str | None:
-    """Return why a tensor can't have this name; None: it can."""
+    """Explain why a tensor can't have this name; None: it can."""
     if len(name) > limits.max_tensor_name_bytes:
         return f"A tensor's name has {len(name):,} characters; at most {limits.max_tensor_name_bytes} are allowed."
     if not (name and name.isascii() and name.isprintable() and " " not in name):
@@ -277,7 +277,7 @@ def check_name(name: str, limits: Limits) -> str | None:
 
 
 def _read_entry(name: str, entry: object) -> TensorInfo | str:
-    """Return the entry checked by itself, or what's wrong with it."""
+    """Check the entry by itself; return it, or what's wrong with it."""
     if not isinstance(entry, dict) or set(entry) != _TENSOR_KEYS:
         return f"{name}: expected exactly dtype, shape and data_offsets."
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

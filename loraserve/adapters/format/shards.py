@@ -1,6 +1,6 @@
 """Weights in several safetensors files with an index, read as one file.
 
-An upload holds the files one after the other. Each says in its header where it ends.
+An upload holds the files one after the other. Each has in its header where it ends.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _HINT = f"Send every file that {INDEX_FILE} names, once."
 
 
 def read_shards(weights: Buffer, index: bytes, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Return the tensors of all shards, sharing their memory.
+    """Read the tensors of all shards, sharing their memory.
 
     Args:
         weights: the shards, in any order.
 
     Raises:
         AdapterFormatError: the index isn't one, shards are missing or hold other tensors than it
-            says, or a tensor is in two of them.
+            lists, or a tensor is in two of them.
     """
     places = read_index(index)
     data = memoryview(weights)
@@ -62,10 +62,10 @@ def read_shards(weights: Buffer, index: bytes, limits: Limits = LIMITS) -> dict[
 
 
 def _shard_of(tensors: dict[str, TensorView], places: dict[str, str]) -> str:
-    """Return the name that the index has for the file of these tensors.
+    """Look up the name that the index has for the file of these tensors.
 
     Raises:
-        AdapterFormatError: a tensor is in another file than the index says, or not in the index.
+        AdapterFormatError: a tensor is in another file than in the index, or not in the index.
     """
     names: dict[str, str] = {}
     for tensor in tensors:

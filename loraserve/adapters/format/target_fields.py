@@ -13,7 +13,7 @@ LAYER_PATH = re.compile(r"(?P<prefix>.*\blayers)\.(?P<layer>\d{1,6})\.(?P<inner>
 
 
 def target_fields(modules: Collection[str], base: BaseSpec) -> dict[str, Any]:
-    """Return the fields of PEFT's config that mean these modules, given by their whole names."""
+    """Choose the fields of PEFT's config that mean these modules, given by their whole names."""
     inner: dict[str, set[int]] = {}
     outside: list[str] = []
     for module in modules:

@@ -31,7 +31,7 @@ _SUFFIXES = {
     "embedding_b": "lora_embedding_B",
     "magnitude": r"lora_magnitude_vector(?:\.weight)?",
     "token_rows": r"token_adapter\.trainable_tokens_delta",
-    # of the base, beside what was trained
+    # of the base, apart from what was trained
     "saved_base": r"base_layer\.weight|original_module\.weight|token_adapter\.base_layer\.weight",
     "base_bias": r"base_layer\.bias",
     "original_bias": r"original_module\.bias",
@@ -142,7 +142,7 @@ class BaseTensorNames:
         self._norm_paths = {path: norm for norm, path in base.norm_paths.items()}
 
     def of(self, place: Place) -> str:
-        """Return the whole name of a linear or of a norm, as PEFT's patterns see it.
+        """Format the whole name of a linear or of a norm, as PEFT's patterns see it.
 
         Examples are ``model.layers.3.self_attn.q_proj`` and ``lm_head``.
         """
@@ -191,17 +191,17 @@ class BaseTensorNames:
         return norm if norm is not None and (norm == "norm") == (layer is None) else None
 
     def listed(self, is_outside: bool) -> str:
-        """Return the paths of the linears, for people."""
+        """List the paths of the linears, for people."""
         return ", ".join(linear.path for linear in self.linears.values() if linear.is_outside == is_outside)
 
     def lacking(self, path: str) -> str:
-        """Return which layers have a linear that others lack, for people; else an empty string."""
+        """Format which layers have a linear that others lack, for people; else an empty string."""
         linear = self._linear_paths.get(path)
         layers = () if linear is None else self.base.module_layers.get(next(iter(linear.parts)), ())
         return f"it in layer {', '.join(map(str, layers))} alone" if layers else ""
 
     def reported_layer(self, place: Place) -> int | None:
-        """Return the layer as problems tell it: None for what is in none."""
+        """Choose the layer that problems name: None for what is in none."""
         return None if place[1] in OUTSIDE_LAYERS or place[1] == "norm" else place[0]
 
 
@@ -223,7 +223,7 @@ class Contents:
 
 
 def checkpoint_path(base: BaseSpec, module: str) -> str:
-    """Return the path of the linear that the base's checkpoint has for this module.
+    """Look up the path of the linear that the base's checkpoint has for this module.
 
     It may be others' too: ``self_attn.qkv_proj[q_proj]`` is a part of one.
     """
@@ -231,11 +231,11 @@ def checkpoint_path(base: BaseSpec, module: str) -> str:
 
 
 def modelled_names(base: BaseSpec) -> dict[str, str]:
-    """Return the names of a layer's linears where transformers' code computes the base, by module.
+    """Map the modules of a base that transformers' code computes to its linears' names.
 
     The module (``q_proj``) is a slot there, and no file has its name: the linear's (``dense``) is
-    the last component of its path, or the path where linears share that component. Other bases
-    have none.
+    the last component of its path, or the path where linears share that component. Other bases have
+    none.
     """
     if base.implementation == "native":
         return {}
@@ -246,19 +246,19 @@ def modelled_names(base: BaseSpec) -> dict[str, str]:
 
 
 def shown_modules(base: BaseSpec, modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that users know the modules by."""
+    """Convert the modules to the names that users know them by."""
     names = modelled_names(base)
     return tuple(names.get(module, module) for module in modules)
 
 
 def known_modules(base: BaseSpec, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that `shown_modules` returned the names of."""
+    """Convert names from `shown_modules` back to the modules."""
     modules = {name: module for module, name in modelled_names(base).items()}
     return tuple(modules.get(name, name) for name in names)
 
 
 def module_name(base: BaseSpec, layer: int, module: str) -> str:
-    """Return the module's name in the base model, as PEFT's patterns see it.
+    """Format the module's name in the base model, as PEFT's patterns see it.
 
     Examples are ``model.layers.3.self_attn.q_proj`` and ``lm_head``.
     """
@@ -267,7 +267,7 @@ def module_name(base: BaseSpec, layer: int, module: str) -> str:
 
 
 def group_tensors(tensors: Mapping[str, TensorView], names: BaseTensorNames, problems: Problems) -> Contents:
-    """Return the tensors by linear and norm; add a problem for each that has no place."""
+    """Group the tensors by linear and norm; add a problem for each that has no place."""
     contents = Contents()
     for name, tensor in tensors.items():
         _put(name, tensor, names, contents, problems)
@@ -317,7 +317,7 @@ def _put(name: str, tensor: TensorView, names: BaseTensorNames, contents: Conten
 def _of_experts(
     layer: int, path: str, names: ExpertNames, contents: Contents, problems: Problems
 ) -> LinearTensors | None:
-    """Return where the tensors of a path inside a mixture of experts go; None: it is in none."""
+    """Find where the tensors of a path inside a mixture of experts go; None: it is in none."""
     depth, found = names.wrapper(path), names.linear(path)
     if depth is not None:
         return contents.wrappers.setdefault((layer, depth), LinearTensors())
@@ -348,7 +348,7 @@ def _put_factor(name: str, part: str, tensor: TensorView, stored: LinearTensors,
 
 
 def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str | None:
-    """Return the field of `LinearTensors` that the part is for this linear.
+    """Choose the field of `LinearTensors` that the part is for this linear.
 
     Or return None and add a problem.
     """
@@ -380,7 +380,7 @@ def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str 
 
 
 def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
-    """Add a problem that says why PEFT gives no tensor of LoRA's this name."""
+    """Add a problem that explains why PEFT gives no tensor of LoRA's this name."""
     text = shown(name, 200)
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return AdapterFormatError, (
@@ -396,7 +396,7 @@ def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
 
 
 def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tuple[type[AdapterRejected], str]:
-    """Add a problem that says why there's no such module to adapt."""
+    """Add a problem that explains why there's no such module to adapt."""
     text = shown(name, 200)
     layer, inner = names.find(path)
     if re.search(r"\.experts?(\.|$)", path):

@@ -28,18 +28,18 @@ _LOCAL, _ENTRY, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"),
 _END64, _LOCATOR = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _MAX_NAME = 256
 _MAX_OTHERS = 16
-"""Entries beside the storages': the pickle, and some of a few bytes."""
+"""Entries apart from the storages': the pickle, and some of a few bytes."""
 _MAX_OTHER_BYTES = 64
 """Bytes of each of these in a file that torch has written."""
 _FRAME_BYTES = 1024
-"""Bytes of headers, names and padding that an entry takes beside its own."""
+"""Bytes of headers, names and padding that an entry takes apart from its own."""
 _MAX_TIMES = 4
 """Tensors take at most this many times the file's bytes: several may be views of one storage."""
 _DATA = "data/"
 
 
 def read_archive(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Return every tensor of an archive, sharing its memory where the numbers lie in order.
+    """Read every tensor of an archive, sharing its memory where the numbers lie in order.
 
     float64 is read as float32, as it is in safetensors.
 
@@ -66,7 +66,7 @@ def read_archive(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorVi
 
 
 def read_archive_beginning(beginning: Buffer, limits: Limits = LIMITS) -> int | None:
-    """Return the most bytes that a file has which begins so; None: its pickle isn't complete yet.
+    """Bound the bytes of a file from its beginning; None: its pickle isn't complete yet.
 
     Raises:
         AdapterFormatError: no archive that begins so is accepted.
@@ -138,7 +138,7 @@ def _view(
 
 
 def _read_directory(data: memoryview, limits: Limits) -> dict[str, tuple[int, int]]:
-    """Return where each entry's bytes lie, by name."""
+    """Find where each entry's bytes lie, by name."""
     count, position, end = _directory_place(data)
     if count > limits.max_adapter_tensors + _MAX_OTHERS:
         raise _refusal(f"holds {count:,} entries; at most {limits.max_adapter_tensors + _MAX_OTHERS:,} are allowed")
@@ -166,7 +166,7 @@ def _read_directory(data: memoryview, limits: Limits) -> dict[str, tuple[int, in
 
 
 def _directory_place(data: memoryview) -> tuple[int, int, int]:
-    """Return the number of entries, and the directory's place."""
+    """Find the directory: the number of its entries, its start and its end."""
     tail = len(data) - _END.size
     if tail < 0 or bytes(data[tail : tail + 4]) != b"PK\x05\x06":
         raise _refusal("has no directory at its end: it may be truncated")
@@ -184,7 +184,7 @@ def _directory_place(data: memoryview) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
-    """Return the numbers of an entry, of which those that need it are in the extra field."""
+    """Read the numbers of an entry, of which those that need it are in the extra field."""
     values, position = [size, packed, offset], 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)

@@ -38,7 +38,7 @@ _MARK: Final = object()
 
 
 class PickleIncomplete(Exception):
-    """The pickle goes on after the bytes that are there."""
+    """The pickle continues after the bytes that are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Global:
 
 
 def read_pickle(data: bytes | memoryview, *, file: str) -> dict[str, PickledTensor]:
-    """Return the tensors that a pickle describes, by name.
+    """Read the tensors that a pickle describes, by name.
 
     Args:
         file: name of the pickle's file in messages.
@@ -166,7 +166,7 @@ class _Machine:
         return value
 
     def _marked(self) -> list[Any]:
-        """Return the values after the last mark, and drop them with it."""
+        """Pop the last mark and the values after it."""
         for index in range(len(self._stack) - 1, -1, -1):
             if self._stack[index] is _MARK:
                 values = self._stack[index + 1 :]

@@ -59,12 +59,12 @@ class Unwrapped:
 
 
 def is_of_encoder(name: str) -> bool:
-    """Return whether a tensor or linear is of what reads images in a model of images and text."""
+    """Check whether a tensor or linear is of what reads images in a model of images and text."""
     return name.startswith(_ENCODERS)
 
 
 def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
-    """Return tensors and base without what wrappers have added to names.
+    """Remove what wrappers have added to names from tensors and base.
 
     Raises:
         AdapterFormatError: two tensors have one name then.
@@ -95,7 +95,7 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
 
 
 def _plain(name: str, found: dict[str, None]) -> str:
-    """Return a name without wrappers; note what is left out."""
+    """Remove wrappers from a name; note what is left out."""
     if name.startswith(_PARALLEL):
         name = name.removeprefix(_PARALLEL)
         found["left out module., DistributedDataParallel's"] = None
@@ -111,12 +111,12 @@ def _plain(name: str, found: dict[str, None]) -> str:
 
 
 def _follows_tensor(before: str, rest: list[str]) -> bool:
-    """Return whether an adapter's name stands where PEFT has it: behind the name of its tensor."""
+    """Check whether an adapter's name stands where PEFT has it: behind the name of its tensor."""
     return before.startswith(("lora_", "hada_", "lokr_", "ia3_", "vera_")) and rest in ([], ["weight"], ["bias"])
 
 
 def _language_path(tensors: Mapping[str, TensorView], base: BaseSpec) -> str | None:
-    """Return where the decoder is in the model that was trained; None: where this base has it."""
+    """Find where the decoder is in the model that was trained; None: where this base has it."""
     if base.layers_path != f"{_DECODER}.layers" or any(
         name.startswith(f"{PREFIX}{_DECODER}.layers.") for name in tensors
     ):
@@ -127,12 +127,12 @@ def _language_path(tensors: Mapping[str, TensorView], base: BaseSpec) -> str | N
 
 
 def _difference(path: str) -> str:
-    """Return the component that a path has beside the decoder's own."""
+    """Find the component of a path that the decoder's own lacks."""
     return next(part for part in path.split(".") if part != _DECODER)
 
 
 def _renamed(base: BaseSpec, path: str) -> BaseSpec:
-    """Return the base with its decoder at another path."""
+    """Move the base's decoder to another path."""
 
     def moved(name: str) -> str:
         return path + name.removeprefix(_DECODER) if name.startswith(f"{_DECODER}.") else name

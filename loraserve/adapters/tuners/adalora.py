@@ -61,7 +61,7 @@ _KEY = re.compile(r"(?P<path>base_model\.model\..+)\.lora_(?P<side>[ABE])")
 def compile_adalora(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """Return the adapter in the base's terms.
+    """Compile the adapter into the base's terms.
 
     It is what `compile_lora` makes of the LoRA with E ⊙ A, computed in float32, for A. Modules of
     which training has left no rank aren't in it.
@@ -91,7 +91,7 @@ def compile_adalora(
     try:
         ir = compile_lora(lora_config, as_lora, base, limits)
     except AdapterRejected as error:
-        # what the config lacks says more than what its LoRA would lack
+        # what the config lacks explains more than what its LoRA would lack
         _raise(malformed, unsupported, list(error.problems), type(error))
         raise
     _raise(malformed, unsupported, [], AdapterFormatError)
@@ -170,7 +170,7 @@ def _kept_ranks(config: Mapping[str, Any], malformed: list[str]) -> dict[str, in
 def _unfold(
     tensors: Mapping[str, TensorView], limits: Limits, malformed: list[str]
 ) -> tuple[dict[str, TensorView], dict[str, int]]:
-    """Return the tensors that LoRA would have, and the rank of each module by name.
+    """Unfold the tensors into those of LoRA, with the rank of each module by name.
 
     E is multiplied into A; the names are the base's. A module without a rank gets one of zeros: its
     tensors are there, as the config says. They take bytes that the file doesn't, so they are

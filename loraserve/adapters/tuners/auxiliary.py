@@ -1,4 +1,4 @@
-"""Tensors that PEFT trains beside those of any kind, or saves of the base.
+"""Tensors that PEFT trains along with those of any kind, or saves of the base.
 
 They are whole modules, biases, and the base's head.
 """
@@ -23,7 +23,7 @@ _NAME = re.compile(r".+\.(?:(?:base_layer|original_module|modules_to_save)\.)?(?
 
 
 def is_auxiliary(name: str) -> bool:
-    """Return whether a tensor of that name is no kind's own; LoRA's end like these."""
+    """Check whether a tensor of that name is no kind's own; LoRA's end like these."""
     return _NAME.fullmatch(name) is not None and ".lora_" not in name
 
 
@@ -47,7 +47,7 @@ class AuxiliaryTensors:
         self._problems = problems
         self._contents = group_tensors(auxiliary, names, problems)
         for place in places:
-            # `has_lora` is all that is asked of it
+            # `has_lora` is all that is read of it
             self._contents.linears.setdefault(place, LinearTensors()).lora_a = _ANY
         self.norms: tuple[NormIR, ...] = norms_of(self._contents)
         self.saved_base: dict[str, TensorView] = {
@@ -64,7 +64,7 @@ class AuxiliaryTensors:
         check_saved(settings, self._contents, self._names, self._problems)
 
     def join(self, modules: Sequence[ModuleIR]) -> list[ModuleIR]:
-        """Return the modules with the weights and biases trained beside.
+        """Add the weights and biases that were trained with the modules to them.
 
         They are in order of layer, then of the base's modules.
         """

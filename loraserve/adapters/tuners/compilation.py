@@ -35,7 +35,7 @@ _AS_IN_LORA = (
     "modules_to_save",
 )
 _MAX_R = 1 << 24
-"""Limit on a rank that isn't served: LoKr's says, beyond some number, only that there are no
+"""Limit on a rank that isn't served: LoKr's means, beyond some number, only that there are no
 factors.
 """
 
@@ -74,7 +74,7 @@ class Compilation:
         places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the
             tensor; in order of layer, then of the base's linears.
         shared: tensors of the whole adapter, by their names.
-        auxiliary: tensors that were trained beside the kind's own.
+        auxiliary: tensors that were trained along with the kind's own.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Compilation:
     def malformed(self, message: str, place: Place | None = None) -> None:
         """Add a problem: the files contradict themselves.
 
-        ``{layers}`` in a message becomes the layers of all places that it is said of.
+        ``{layers}`` in a message becomes the layers of all places that it is about.
         """
         self._add(AdapterFormatError, message, place)
 
@@ -135,7 +135,7 @@ class Compilation:
         self._problems.add(kind, message, None if place is None else self.names.reported_layer(place))
 
     def rank(self, place: Place) -> int:
-        """Return the rank by r and rank_pattern, as PEFT reads them.
+        """Look up the rank by r and rank_pattern, as PEFT reads them.
 
         It is 1 where the config is malformed.
         """
@@ -145,7 +145,7 @@ class Compilation:
         return self.settings.rank_pattern[self._ranks[name]][1] if name in self._ranks else self.settings.r
 
     def scaling(self, place: Place) -> float:
-        """Return alpha / rank by the config; add a problem if it is over the limit."""
+        """Compute alpha / rank by the config; add a problem if it is over the limit."""
         if self.settings is None:
             return 1.0
         name = self.names.of(place)
@@ -162,7 +162,7 @@ class Compilation:
         return scaling
 
     def has_all(self, place: Place, parts: Sequence[str]) -> bool:
-        """Return whether the file holds all of these of the module.
+        """Check whether the file holds all of these of the module.
 
         A problem names those missing.
         """
@@ -173,7 +173,7 @@ class Compilation:
         return not missing
 
     def has_shape(self, place: Place, part: str, shape: tuple[int, ...], because: str) -> bool:
-        """Return whether the tensor has the shape that the base and the config give it.
+        """Check whether the tensor has the shape that the base and the config give it.
 
         Add a problem if not, with `because`.
         """
@@ -186,7 +186,7 @@ class Compilation:
         return found == shape
 
     def has_rank(self, place: Place, part: str, axis: int) -> bool:
-        """Return whether that axis of the tensor is as long as the config's rank.
+        """Check whether that axis of the tensor is as long as the config's rank.
 
         Add a problem if not.
         """
@@ -200,7 +200,7 @@ class Compilation:
         return found == rank and self.settings is not None
 
     def has_room(self, place: Place, rank: int, how: str) -> bool:
-        """Return whether factors of that rank may be made.
+        """Check whether factors of that rank may be made.
 
         `how` explains the rank in the refusal.
         """
@@ -216,7 +216,7 @@ class Compilation:
         return self._bytes <= self.limits.max_factors_bytes
 
     def finish(self, modules: Sequence[ModuleIR]) -> AdapterIR:
-        """Return the adapter if there were no problems.
+        """Join the modules into an adapter if there were no problems.
 
         Raises:
             AdapterFormatError, AdapterUnsupported, AdapterBaseMismatch: as `compile_adapter`.
@@ -225,7 +225,7 @@ class Compilation:
         return self._join(modules)
 
     def finish_folded(self, modules: Sequence[FoldedModule | None]) -> FoldedAdapter:
-        """Return the adapter if there were no problems; no factor is computed yet.
+        """Defer the adapter's factors if there were no problems: none is computed yet.
 
         Args:
             modules: None for each that has a problem.
@@ -240,7 +240,7 @@ class Compilation:
         )
 
     def _unfold(self, folded: FoldedModule) -> list[ModuleIR]:
-        """Return the update of a linear as updates of the base's modules in it.
+        """Split the update of a linear into updates of the base's modules in it.
 
         Each has its rows of B, and all of A.
         """
@@ -263,7 +263,7 @@ class Compilation:
         self._problems.raise_if_any()
 
     def _join(self, modules: Sequence[ModuleIR]) -> AdapterIR:
-        """Return the adapter of these modules and of what was trained beside them."""
+        """Join these modules with what was trained along with them."""
         modules = self.auxiliary.join(modules)
         dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight) if t is not None}
         return AdapterIR(
@@ -318,7 +318,7 @@ class Compilation:
         return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
     def _find(self, name: str, path: str) -> Place | None:
-        """Return the place of that path's linear; None and a problem if it has none.
+        """Find the place of that path's linear; None and a problem if it has none.
 
         The base has none there, or PEFT's kind acts on no such.
         """

@@ -89,7 +89,7 @@ class ExpertTensors:
         self.problems.add(AdapterFormatError, message, layer)
 
     def _targeted(self, settings: LoraSettings, layer: int) -> list[ExpertParameter]:
-        """Return the parameters that PEFT wraps, in its order: the innermost wrapper's first."""
+        """List the parameters that PEFT wraps, in its order: the innermost wrapper's first."""
         return [
             parameter
             for parameter in self.names.parameters
@@ -151,7 +151,7 @@ class ExpertTensors:
             yield (layer, parameter.modules[0], expert), linear, name, own
 
     def _num_ranks(self, linear: BaseLinear, a: TensorView, b: TensorView, layer: int) -> int | None:
-        """Return the rank that the tensors have of each expert; None and a problem: they don't."""
+        """Compute the rank that the tensors have of each expert; None and a problem: they don't."""
         count = self.names.experts.num_experts
         ranks, remainder = divmod(a.shape[0], count) if len(a.shape) == 2 else (0, 0)
         expected = (ranks * count, linear.in_features), (linear.out_features, ranks * count)

@@ -132,7 +132,7 @@ def _view(tensor: TensorView, array: np.ndarray[tuple[int, ...], np.dtype[np.gen
 
 
 def split_tokens(rows: Mapping[str, TokenRows], vocab: int) -> tuple[dict[str, TokenRows], dict[str, TokenRows]]:
-    """Return the trained tokens that the base has rows for, and those beyond them."""
+    """Split the trained tokens into those that the base has rows for and those beyond them."""
     within, beyond = dict[str, TokenRows](), dict[str, TokenRows]()
     for module, trained in rows.items():
         count = sum(token_id < vocab for token_id in trained.ids)
@@ -152,7 +152,7 @@ def joined_rows(
     base: BaseSpec,
     problems: Problems,
 ) -> ExtraRowsIR | None:
-    """Return the rows of plain numbers; None and a problem if some aren't in the file.
+    """Join the rows to plain numbers; None and a problem if some aren't in the file.
 
     Args:
         tokens: trained ones beyond the base's rows.
@@ -189,7 +189,7 @@ def joined_rows(
 
 
 def _of_lora(module: str, m: ModuleIR, columns: TensorView) -> Matrix:
-    """Return the update that LoRA makes to the extra rows."""
+    """Compute the update that LoRA makes to the extra rows."""
     if m.lora_a is None or m.lora_b is None:
         return np.zeros((), np.float32)
     if module == "embed_tokens":

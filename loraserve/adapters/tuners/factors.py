@@ -26,13 +26,13 @@ def as_float32(tensor: TensorView) -> Matrix:
 
 
 def as_view(array: npt.NDArray[Any]) -> TensorView:
-    """Return a computed float32 array as if it had been stored."""
+    """Wrap a computed float32 array as if it had been stored."""
     stored = np.ascontiguousarray(array, dtype=np.float32)
     return TensorView("F32", stored.shape, stored)
 
 
 def hadamard(w1: Factors, w2: Factors) -> Factors:
-    """Return (B1 A1) ⊙ (B2 A2) as one pair.
+    """Compute (B1 A1) ⊙ (B2 A2) as one pair.
 
     Each column of B is the product of a column of B1 and one of B2 (the Khatri–Rao product), so
     that the rank is the product of the two.
@@ -45,7 +45,7 @@ def hadamard(w1: Factors, w2: Factors) -> Factors:
 
 
 def hadamard_dense(w1: Factors, w2: Factors) -> Factors:
-    """Return the same update, made whole and put beside an identity.
+    """Compute the same update whole, as a product with an identity.
 
     Its rank is the smaller of its sides.
     """
@@ -54,7 +54,7 @@ def hadamard_dense(w1: Factors, w2: Factors) -> Factors:
 
 
 def split(matrix: Matrix) -> Factors:
-    """Return a matrix as a product with an identity.
+    """Write a matrix as a product with an identity.
 
     Its rank is the smaller of its sides.
     """
@@ -71,12 +71,12 @@ def kronecker(w1: Factors, w2: Factors) -> Factors:
 
 
 def num_bytes(rank: int, shape: tuple[int, int]) -> int:
-    """Return the bytes of a pair of that rank, for a linear of (out_features, in_features)."""
+    """Compute the bytes of a pair of that rank, for a linear of (out_features, in_features)."""
     return 4 * rank * (shape[0] + shape[1])
 
 
 def slice_rows(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
-    """Return these rows of a tensor, as a view; the tensor itself where `rows` is None."""
+    """View these rows of a tensor; the tensor itself where `rows` is None."""
     if tensor is None or rows is None:
         return tensor
     array = tensor.array[rows]

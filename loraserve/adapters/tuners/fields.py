@@ -52,15 +52,15 @@ classes.
 
 
 def number(kind: str, config: Mapping[str, Any], name: str) -> Any:
-    """Return what the config says, or PEFT's default where it says nothing.
+    """Look up the config's value, or PEFT's default where it has none.
 
-    What is said may be anything.
+    The config's value may be anything.
     """
     return config.get(name, DEFAULTS[kind][name])
 
 
 def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:
-    """Return the table of a kind: what every kind has, then its own."""
+    """Build the table of a kind: what every kind has, then its own."""
     return {
         "peft_type": implemented(f"{kind}: it says which tensors to expect"),
         **{name: FIELDS[name] for name in AS_IN_LORA},
@@ -69,6 +69,6 @@ def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:
 
 
 def refusals(config: Mapping[str, Any], table: Mapping[str, FieldRule]) -> list[str]:
-    """Return the reason for each field that the config asks for and the table refuses or lacks."""
+    """List the reason for each field that the config sets and the table refuses or lacks."""
     found = (refusal(name, value, table) for name, value in config.items())
     return [why for why in found if why is not None]

@@ -35,7 +35,7 @@ _PART = "ia3_l"
 def compile_ia3(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """Return the adapter in the base's terms: modules with an `output_scale` alone.
+    """Compile the adapter into the base's terms: modules with an `output_scale` alone.
 
     The input of down_proj is activation(gate) · up in every base here, so that a vector on it is
     one on the output of up_proj, where it meets the one that up_proj may have itself.
@@ -54,7 +54,7 @@ def compile_ia3(
 
 
 def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
-    """Return the modules whose outputs the vector multiplies, with their parts of it.
+    """Find the modules whose outputs the vector multiplies, with their parts of it.
 
     Add a problem where there are none.
     """
@@ -100,7 +100,7 @@ def _part(vector: TensorView, rows: slice) -> TensorView:
 
 
 def _is_feedforward(work: Compilation, place: Place) -> bool | None:
-    """Return what the config says; None where it leaves it open.
+    """Look up the config's choice; None where it leaves it open.
 
     It leaves it to PEFT's table of models or to a regex, and the tensors decide.
     """
@@ -110,5 +110,5 @@ def _is_feedforward(work: Compilation, place: Place) -> bool | None:
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
         work.malformed(f"feedforward_modules is {shown(listed)}; expected a list of module names.")
         return None
-    # PEFT asks for the end of the name here, not for whole components of it
+    # PEFT compares the end of the name here, not for whole components of it
     return any(work.names.of(place).endswith(name) for name in listed)

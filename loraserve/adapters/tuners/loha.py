@@ -36,7 +36,7 @@ _PARTS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 def compile_loha(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> FoldedAdapter:
-    """Return the adapter in the base's terms; its factors are float32.
+    """Compile the adapter into the base's terms; its factors are float32.
 
     The rank is r², or the smaller side of a module where that is less.
 

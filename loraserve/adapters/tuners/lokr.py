@@ -41,7 +41,7 @@ _PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_
 def compile_lokr(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> FoldedAdapter:
-    """Return the adapter in the base's terms; its factors are float32.
+    """Compile the adapter into the base's terms; its factors are float32.
 
     The rank is the product of those of w1 and w2, where that of either is r or its smaller side,
     whichever is less.
@@ -56,7 +56,7 @@ def compile_lokr(
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:
-    """Return how PEFT splits a side of a module between w1 and w2.
+    """Split a side of a module between w1 and w2 as PEFT does.
 
     It is two numbers whose product is `size`, the first not over `factor` (-1: as near to each
     other as they can be).
@@ -105,7 +105,7 @@ def _compile(work: Compilation, place: Place, factor: int) -> FoldedModule | Non
 
 
 def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is_whole: bool) -> bool:
-    """Return whether the module has just the tensors that PEFT makes of it for w1, or w2.
+    """Check whether the module has just the tensors that PEFT makes of it for w1, or w2.
 
     PEFT makes them of its sides, r and the config.
     """

@@ -1,4 +1,4 @@
-"""LoRA with all that PEFT saves beside it.
+"""LoRA with all that PEFT saves with it.
 
 That is DoRA's magnitudes, biases, whole modules, trained tokens, aLoRA's invocation tokens.
 """
@@ -31,7 +31,7 @@ from loraserve.types import BaseSpec
 def compile_lora(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """Return the adapter in the base's terms, as `compile_adapter` does.
+    """Compile the adapter into the base's terms, as `compile_adapter` does.
 
     Raises:
         AdapterRejected: as `compile_adapter`.
@@ -138,7 +138,7 @@ class _Modules:
     def _rank_and_scaling(
         self, linear: BaseLinear, stored: LinearTensors, name: str, numbers: _Numbers, reported_layer: int | None
     ) -> tuple[int, float] | None:
-        """Return a LoRA's rank and scaling by the config; None and a problem where it has one."""
+        """Look up a LoRA's rank and scaling by the config; None and a problem where it has one."""
         settings = self.settings
         if not self._has_both(linear, stored, reported_layer):
             return None
@@ -320,7 +320,7 @@ def _split(
 
 
 def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: BaseSpec) -> list[ModuleIR]:
-    """Return the modules with their trained tokens, and modules that have nothing else."""
+    """Add trained tokens to the modules, and modules for those that have nothing else."""
     if not rows:
         return modules
     by_place = {m.place: m for m in modules}
@@ -331,7 +331,7 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
 
 
 def _in_order(modules: Iterable[ModuleIR], base: BaseSpec) -> list[ModuleIR]:
-    """Return the modules in order of layer, then of the base's modules, then of experts."""
+    """Sort the modules by layer, then in the order of the base's modules, then by expert."""
     order = {module: index for index, module in enumerate(base.module_shapes)}
     return sorted(modules, key=lambda m: (m.layer, order[m.module], m.expert))
 
@@ -339,7 +339,7 @@ def _in_order(modules: Iterable[ModuleIR], base: BaseSpec) -> list[ModuleIR]:
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:
     """Check a tied head's LoRA.
 
-    With ensure_weight_tying PEFT gives the head the embedding's, whatever a file says.
+    With ensure_weight_tying PEFT gives the head the embedding's, whatever a file has.
     """
     head, embedding = (contents.linears.get((0, module), LinearTensors()) for module in OUTSIDE_LAYERS)
     is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)

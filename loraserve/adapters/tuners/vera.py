@@ -41,7 +41,7 @@ _A, _B = "base_model.vera_A", "base_model.vera_B"
 def compile_vera(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> FoldedAdapter:
-    """Return the adapter in the base's terms, each module with factors of its own.
+    """Compile the adapter into the base's terms, each module with factors of its own.
 
     The factors are float32. The rank is r, or the smaller side of a module where that
     is less.
@@ -56,7 +56,7 @@ def compile_vera(
 
 
 def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
-    """Return vera_A and vera_B, of the sizes that PEFT gives them on this base.
+    """Read vera_A and vera_B, of the sizes that PEFT gives them on this base.
 
     Return None and add a problem if they aren't there.
     """

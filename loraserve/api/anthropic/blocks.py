@@ -11,7 +11,7 @@ from loraserve.limits import LIMITS
 
 _MAX_ID_LENGTH = 256
 _ERROR = "Error: "
-"""Prefix of a tool's result that is an error: chat templates have no other way to say so."""
+"""Prefix of a tool's result that is an error: chat templates have no other way to mark it."""
 
 
 _BILLING = "x-anthropic-billing-header:"
@@ -33,7 +33,7 @@ class Dialogue:
     Attributes:
         messages: as a chat's body has them.
         places: for each message, where it came from.
-        has_cache_control: whether a block says what to cache, which changes nothing here.
+        has_cache_control: whether a block sets what to cache, which changes nothing here.
         left_out: what was left out of the system prompt.
     """
 
@@ -137,7 +137,7 @@ class Dialogue:
                 case "thinking":
                     thoughts.append(_text(block, "thinking", place))
                 case "redacted_thinking":
-                    pass  # says nothing to this model
+                    pass  # means nothing to this model
                 case "tool_use":
                     if not isinstance(block.get("input"), dict):
                         raise InvalidRequest(f"{place}.input should be an object.", param=f"{place}.input")
@@ -159,7 +159,7 @@ class Dialogue:
         self.places.append(place)
 
     def _texts(self, value: object, where: str) -> str:
-        """Return a text, or blocks of text joined."""
+        """Join blocks of text; a text stays as it is."""
         texts = []
         for block, place in self._blocks(value, where):
             if block["type"] != "text":
@@ -168,7 +168,7 @@ class Dialogue:
         return "\n".join(texts)
 
     def _blocks(self, value: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
-        """Return blocks with a type, each with its place."""
+        """List blocks with a type, each with its place."""
         if isinstance(value, str):
             return [({"type": "text", "text": value}, where)]
         if not isinstance(value, list) or not value:

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's routes, and the chat that they ask for."""
+"""Bodies of Anthropic's routes, and the chat that they describe."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class MessageBody(MessageTokensBody):
 
 
 class ChatRequest:
-    """Chat that a body asks for.
+    """Chat that a body requests.
 
     Attributes:
         body: the chat's body.
@@ -93,7 +93,7 @@ class ChatRequest:
 
     Raises:
         InvalidRequest: a field is wrong; `param` names the place.
-        UnsupportedParameter: a field asks for what isn't implemented.
+        UnsupportedParameter: a field requires what isn't implemented.
     """
 
     def __init__(self, body: MessageTokensBody) -> None:
@@ -134,7 +134,7 @@ class ChatRequest:
         self.body = ChatBody(**fields)
 
     def place(self, param: str) -> str:
-        """Return the place in the request's body for a place in the chat's."""
+        """Convert a place in the chat's body to the place in the request's."""
         head, _, rest = param.partition(".")
         match head:
             case "messages":
@@ -160,7 +160,7 @@ _TOOL_PLACE = re.compile(r"(tools\.\d+)\.function\b")
 
 
 def _chat_tools(tools: object) -> tuple[Any, dict[int, str], bool]:
-    """Return the tools as a chat has them, what was left out, and whether one says what to cache.
+    """Convert the tools to a chat's; list what is left out, and find whether one sets what to cache.
 
     Tools that Anthropic's servers run, or that its models were trained on, have a type with a date:
     ``web_search_20250305``.
@@ -202,7 +202,7 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def _chat_choice(choice: object) -> tuple[Any, bool]:
-    """Return the choice as a chat has it, and whether an answer may have several calls."""
+    """Convert the choice to a chat's, and find whether an answer may have several calls."""
     fields = fields_of(choice, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
     is_alone = fields.get("disable_parallel_tool_use", False)
     if not isinstance(is_alone, bool):
@@ -237,7 +237,7 @@ def _effort(effort: object) -> str | None:
 
 
 def _user(metadata: object) -> str | None:
-    """Return the end user, who stays on one version during a split."""
+    """Read the end user, which stays on one version during a split."""
     if metadata is None:
         return None
     if not isinstance(metadata, dict):

@@ -39,7 +39,7 @@ class _OpenBlock:
         return kind
 
     def closed(self) -> dict[str, Any]:
-        """Return the whole block."""
+        """Build the whole block."""
         text = "".join(self.pieces)
         if self.kind == _TOOL_USE:
             return self.block | {"input": _input(text)}
@@ -59,7 +59,7 @@ class MessageContent:
         self._open: _OpenBlock | None = None
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Return the events of what the chunk adds."""
+        """Convert what the chunk adds to events."""
         events: list[Event] = []
         for delta in self._choice.read(chunk):
             match delta:
@@ -80,7 +80,7 @@ class MessageContent:
         return events
 
     def finish(self) -> list[Event]:
-        """Return the events of the end."""
+        """Finish the content; return the events of its end."""
         return self._close()
 
     @property
@@ -117,7 +117,7 @@ class MessageContent:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the object that a call's arguments are."""
+    """Parse a call's arguments to the object that they are."""
     try:
         value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):

@@ -80,7 +80,7 @@ async def count_tokens(
 class _MessageAnswer(ChatAnswer):
     """Message of the assistant's, or its events."""
 
-    # these clients know the last event by its name
+    # these clients recognize the last event by its name
     ending = b""
 
     def __init__(self, turn: ChatTurn, request_id: str) -> None:
@@ -123,7 +123,7 @@ class _MessageAnswer(ChatAnswer):
 
 
 def _opened(turn: ChatTurn) -> dict[str, Any]:
-    """Return the message without what is generated."""
+    """Build the message without what is generated."""
     return {
         "id": turn.context.id,
         "type": "message",
@@ -136,7 +136,7 @@ def _opened(turn: ChatTurn) -> dict[str, Any]:
 
 
 def _usage(turn: ChatTurn) -> dict[str, Any]:
-    """Return the usage so far. Cached tokens aren't among the input's, by Anthropic's rule."""
+    """Sum the usage so far. Cached tokens aren't among the input's, by Anthropic's rule."""
     usage = turn.usage.as_dict()
     cached = usage.pop("prompt_tokens_details")["cached_tokens"]
     del usage["total_tokens"]

@@ -1,6 +1,6 @@
 """Serve the console's files.
 
-They hold nothing of any tenant, so they need no key: the page asks for one, keeps it in the
+They hold nothing of any tenant, so they need no key: the page prompts for one, keeps it in the
 browser's session, and sends it with each request to the API. The page may load and call nothing
 but this server, and run no script and no style but these files.
 """
@@ -96,7 +96,7 @@ async def asset(release: str, file: str, request: Request) -> Response:
 
 
 def release_of(files: Mapping[str, bytes]) -> str:
-    """Return the name of this set of files: a hash of all but the page that has the name in it."""
+    """Hash this set of files to its name: all but the page that has the name in it."""
     digest = hashlib.sha256()
     for name in sorted(files.keys() - {INDEX}):
         for part in (name.encode(), files[name]):
@@ -107,7 +107,7 @@ def release_of(files: Mapping[str, bytes]) -> str:
 
 @functools.cache
 def _files() -> Mapping[str, bytes]:
-    """Return the console's files by their path, a few hundred KiB in all."""
+    """Read the console's files by their path, a few hundred KiB in all."""
     paths = (path for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES)
     files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
     files[INDEX] = files[INDEX].replace(RELEASE_MARK, release_of(files).encode())

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _MODULE = "loraserve.text.grammar_worker"
 
 _ENTRY_BYTES = 256
-"""Bytes that a checked grammar takes beside its texts."""
+"""Bytes that a checked grammar takes in addition to its texts."""
 
 COMPILED, CACHED, REFUSED, TOO_COMPLEX, CRASHED = "compiled", "cached", "refused", "too_complex", "crashed"
 OUTCOMES = (COMPILED, CACHED, REFUSED, TOO_COMPLEX, CRASHED)
@@ -62,7 +62,7 @@ class GrammarChecker:
         setup: called when a process is made.
 
     Attributes:
-        num_by_outcome: grammars that were asked for.
+        num_by_outcome: grammars that were requested.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GrammarChecker:
         return self._processes.num_waiting
 
     async def check(self, tenant: str, wanted: AnswerFormat, tokenizer: str = "") -> Grammar:
-        """Return the grammar of a format, once it has been compiled.
+        """Compile the grammar of a format.
 
         Args:
             tokenizer: the version's that it is for, as its `summary_text`; empty: the base's.
@@ -121,7 +121,7 @@ class GrammarChecker:
 
     async def _compile(self, tenant: str, key: bytes, asked: CheckFormat) -> Checked:
         async with self._processes.take(tenant) as process:
-            # while this one waited, another may have asked for the same
+            # while this one waited, another may have needed the same
             known = self._known.get(tenant, key)
             if known is not None:
                 return known
@@ -137,7 +137,7 @@ class GrammarChecker:
         return checked
 
     async def _ask(self, process: WorkerProcess, asked: CheckFormat) -> Checked:
-        """Return what the process makes of a format.
+        """Have the process check a format.
 
         Raises:
             GrammarTooComplex: it took longer, or more memory or stack, than it may.
@@ -163,7 +163,7 @@ _OUTCOMES: Mapping[type[LoraserveError], str] = {GrammarTooComplex: TOO_COMPLEX,
 
 
 def _death_error(death: Death) -> LoraserveError:
-    """Return the error of a request whose grammar ended its process."""
+    """Choose the error of a request whose grammar ended its process."""
     match death:
         case Death.MEMORY:
             return GrammarTooComplex(
@@ -185,7 +185,7 @@ def _death_error(death: Death) -> LoraserveError:
 
 
 def _error(checked: Checked) -> LoraserveError:
-    """Return the error that a process answered with."""
+    """Rebuild the error that a process answered with."""
     error = error_from_code(checked.error_code or "", checked.message)
     error.hint = checked.hint
     if isinstance(error, InvalidRequest):

@@ -32,7 +32,7 @@ _UNREAD_BYTES = 64 * 1024
 _PAUSE_S = 0.5
 """Seconds without accepting after the system had no descriptor or memory for a connection."""
 _MIN_HANDSHAKE_S = 0.1
-"""Least time for the remaining handshake of a client whose first record came late."""
+"""Minimum time for the remaining handshake of a client whose first record came late."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -186,7 +186,7 @@ class Acceptor:
 
 
 def _refusal(error: LoraserveError) -> bytes:
-    """Return an answer that costs nothing: nothing of the request is parsed."""
+    """Build an answer that costs nothing: nothing of the request is parsed."""
     is_share = isinstance(error, RateLimited)
     retry_after_s = math.ceil(getattr(error, "retry_after_s", 1.0))
     status = b"429 Too Many Requests" if is_share else b"503 Service Unavailable"

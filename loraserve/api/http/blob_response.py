@@ -27,7 +27,7 @@ async def blob_response(
     media_type: str,
     damaged: Callable[[], LoraserveError],
 ) -> Response:
-    """Return the response that sends the blob and holds one of the tenant's slots meanwhile.
+    """Build the response that sends the blob and holds one of the tenant's slots meanwhile.
 
     Bytes are verified while they are read: the last piece of a corrupt blob is never sent.
 

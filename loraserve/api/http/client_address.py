@@ -1,4 +1,4 @@
-"""Address of a client behind proxies: what trusted ones say of it, in headers or before them."""
+"""Address of a client behind proxies: what trusted ones report of it, in headers or before them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Literal["x-forwarded-for", "forwarded", "proxy-protocol"]
 _V2_SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
 _MAX_V1_BYTES = 107
 _MAX_V2_BYTES = 4096
-"""Most of a header's addresses and fields. Those of cloud balancers have some hundred bytes."""
+"""Maximum of a header's addresses and fields. Those of cloud balancers have some hundred bytes."""
 _V2_LOCAL, _V2_PROXY = 0x20, 0x21
 _V2_TCP4, _V2_TCP6 = 0x11, 0x21
 
@@ -42,11 +42,11 @@ class TrustedProxies:
         self._source = source
 
     def sends_proxy_header(self, host: str) -> bool:
-        """Return whether a connection from this address begins with the PROXY protocol."""
+        """Check whether a connection from this address begins with the PROXY protocol."""
         return self._source == "proxy-protocol" and self._is_trusted(host)
 
     def client_host(self, host: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """Return the address of a request's client, which `host` hands it on for.
+        """Find the address of a request's client, for which `host` passes it on.
 
         It is the last one that no trusted proxy has: those before it are the client's own word.
         """

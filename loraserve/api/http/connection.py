@@ -1,6 +1,6 @@
 """HTTP connections that can't be held or flooded: bounds on bytes around requests, and on time.
 
-`httptools_connection` says how the parser counts.
+`httptools_connection` describes how the parser counts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
 """Fewest bytes that a reader takes of a full buffer until it is written to again."""
 MAX_PIECE_BYTES = _WRITE_BUFFER_BYTES // 4
-"""Most that is written of an answer at once: the connection sees the pace of its reader by pieces
-that it takes, not by an answer's end.
+"""Maximum that is written of an answer at once: the connection sees the pace of its reader by
+pieces that it takes, not by an answer's end.
 """
 _SEND_BUFFER_BYTES = 256 * KIB
 HEAD_SLACK = 2
@@ -37,7 +37,7 @@ HEAD_SLACK = 2
 The guard, which answers a head over the bound in words, sees heads up to this one.
 """
 _PIECE_BYTES = 8 * KIB
-"""Bounds are looked at after so many bytes: a read of the socket may bring 256 KiB."""
+"""Bounds are checked after that many bytes: a read of the socket may bring 256 KiB."""
 _TURN_S = 0.005
 """Longest time that one connection's bytes are parsed before other connections have their turn."""
 _TCP_INFO_BYTES, _ACKED_OFFSET = 128, 120
@@ -77,7 +77,7 @@ class PieceWriter(Protocol):
     """
 
     def is_free(self) -> bool:
-        """Return whether the client is there and the connection takes a piece at once."""
+        """Check whether the client is there and the connection takes a piece at once."""
         ...
 
     def write(self, data: bytes) -> None:
@@ -86,13 +86,13 @@ class PieceWriter(Protocol):
 
 
 def piece_writer(scope: Scope) -> PieceWriter | None:
-    """Return the writer of the answer to the scope's request; None: pieces are sent alone."""
+    """Look up the writer of the answer to the scope's request; None: pieces are sent alone."""
     writer: PieceWriter | None = scope.get(_PIECES)
     return writer
 
 
 def connection_slot(scope: Scope) -> ConnectionSlot | None:
-    """Return the slot of the connection that the scope's request came on; None: it has none."""
+    """Look up the slot of the connection that the scope's request came on; None: it has none."""
     slot: ConnectionSlot | None = scope.get(_SLOT)
     return slot
 
@@ -189,11 +189,11 @@ class BoundedProtocol(asyncio.Protocol):
         super().data_received(piece)
 
     def _piece_writer(self, scope: Any) -> PieceWriter | None:
-        """Return the writer of the answer to the scope's request."""
+        """Look up the writer of the answer to the scope's request."""
         return None
 
     def _has_requests_ahead(self) -> bool:
-        """Return whether requests are parsed already that wait for the answers before theirs."""
+        """Check whether requests are parsed already that wait for the answers before theirs."""
         return False
 
     # the connection
@@ -343,7 +343,7 @@ class BoundedProtocol(asyncio.Protocol):
             is_refused = self.cycle is not None and _REFUSED in self.cycle.scope
             seconds = min(_REFUSED_UNREAD_S if is_refused else math.inf, LIMITS.stalled_reader_s)
             self._unread_timer = self.loop.call_later(seconds, self.transport.abort)
-        # uvicorn's own, of which asyncio.Protocol knows nothing
+        # uvicorn's own, which asyncio.Protocol lacks
         super().on_response_complete()  # type: ignore[misc]
         self._pump_soon()
 
@@ -417,7 +417,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._patience_s = min(LIMITS.stalled_reader_s, patience_s + num_taken / LIMITS.min_read_bytes_per_s)
 
     def _count_acked(self) -> int:
-        """Return the bytes that the client's system has taken; 0 where this system can't tell."""
+        """Count the bytes that the client's system has taken; 0 where this system has no count."""
         sock = self.transport.get_extra_info("socket")
         if sock is None or not hasattr(socket, "TCP_INFO"):
             return 0

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return once the client has left.
+    """Wait until the client has left.
 
     The body must have been read: what comes next on the connection is its end.
     """
@@ -23,7 +23,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it once the client has left.
+    """Run `work` to its result; cancel it once the client has left.
 
     The body must have been read.
 

@@ -143,7 +143,7 @@ class Guard:
                 await self._app(scope, exchange.receive, exchange.send)
                 await exchange.finish()
             except asyncio.CancelledError:
-                # The server was told to stop now; an open stream is cut without a word otherwise.
+                # The server has to stop now; an open stream is cut without a word otherwise.
                 raise
             except ClientDisconnect:
                 pass  # there is no client to answer
@@ -420,7 +420,7 @@ class _AnswerBroken(Exception):
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's own ``x-request-id`` if it is a plain word, otherwise a new one."""
+    """Take the client's own ``x-request-id`` if it is a plain word, otherwise a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _CLIENT_REQUEST_ID.fullmatch(value):
             client_id: str = value.decode("ascii")
@@ -430,6 +430,6 @@ def _request_id(scope: Scope) -> str:
 
 def _max_body_bytes(path: str, limits: Limits) -> int:
     if _UPLOAD_PATH.fullmatch(path):
-        # the multipart's own framing, and the config beside the weights
+        # the multipart's own framing, and the config with the weights
         return limits.max_upload_bytes + limits.max_body_bytes
     return limits.max_body_bytes

@@ -22,7 +22,7 @@ _MAX_DIGITS = 40
 
 
 async def json_object(request: Request, text_threads: TextThreads) -> dict[str, Any]:
-    """Return the body's object. A long body is parsed on `text_threads`.
+    """Parse the body's object. A long body is parsed on `text_threads`.
 
     Raises:
         InvalidRequest: it isn't one, or isn't strict JSON; the message says why and never what was
@@ -33,7 +33,7 @@ async def json_object(request: Request, text_threads: TextThreads) -> dict[str, 
 
 
 async def json_object_of(body: bytes, text_threads: TextThreads, tenant: str) -> dict[str, Any]:
-    """Return the object of a body that was read, as `json_object` does.
+    """Parse the object of a body that was read, as `json_object` does.
 
     Raises:
         InvalidRequest
@@ -48,7 +48,7 @@ async def json_object_of(body: bytes, text_threads: TextThreads, tenant: str) ->
 
 
 def dump_json(value: Any) -> bytes:
-    """Return the value as JSON, with integers of any length.
+    """Encode the value as JSON, with integers of any length.
 
     Clients' schemas and transformers' configs have some beyond the 64 bits that orjson writes.
     """

@@ -48,7 +48,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def listener_url(listener: socket.socket, scheme: str = "http") -> str:
-    """Return the URL of a listener's address, without a slash at its end."""
+    """Format the URL of a listener's address, without a slash at its end."""
     host, port, *_ = listener.getsockname()
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

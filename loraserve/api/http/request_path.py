@@ -32,7 +32,7 @@ _REPEATED = re.compile(rf"{_TENANT}/v1/v1/{_ROUTES}/?")
 
 
 def keep_encoded_slashes(scope: Scope) -> None:
-    """Decode the request's path anew, except for its slashes.
+    """Decode the request's path again, except for its slashes.
 
     In the new path each ``%`` begins ``%2F`` or ``%25``, so that it can be decoded in one way only.
     """

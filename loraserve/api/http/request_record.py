@@ -89,10 +89,10 @@ class InferenceRecord:
         adapter: name of the adapter that answers, as the client can request it; of a sum, the
             whole sum; empty: the base answers.
         version: of that adapter; None: the base, a sum or an ephemeral adapter answers.
-        fell_back_for: code of the error for which it isn't what was asked for; empty: it is.
+        fell_back_for: code of the error for which it isn't what was requested; empty: it is.
         choices: in the order in which they were sent; those of a fallback follow the failed ones.
         num_prompt_tokens, num_cached_tokens, num_tokens: as in the answer's usage.
-        is_pooled: whether vectors were asked for.
+        is_pooled: whether vectors were requested.
     """
 
     base: str = ""
@@ -107,7 +107,7 @@ class InferenceRecord:
 
     @property
     def first_s(self) -> float | None:
-        """Return when the first piece of any choice came."""
+        """Time at which the first piece of any choice came."""
         return min((one.first_s for one in self.choices if one.first_s is not None), default=None)
 
     @property
@@ -155,7 +155,7 @@ class RequestRecord:
 
     @property
     def model(self) -> str:
-        """Name of the model that answered, else of the one that was asked for."""
+        """Name of the model that answered, else of the requested one."""
         answered = "" if self.inference is None else self.inference.adapter or self.inference.base
         return (answered or self.asked_model)[:MAX_MODEL_NAME]
 
@@ -167,7 +167,7 @@ class RequestRecord:
                 self.first_byte_s = time.monotonic()
 
     def as_line(self) -> dict[str, str | int | float | None]:
-        """Return the request's fields in the access log, without those that say nothing.
+        """Collect the request's fields in the access log, without empty ones.
 
         A model's name may be any text that a client sends: it is quoted, so that no renderer can
         break the line or its meaning at it.

@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
-    """Return one ``data:`` line. Clients look for the space after the colon."""
+    """Encode one ``data:`` line. Clients look for the space after the colon."""
     return b"data: " + dump_json(payload) + b"\n\n"
 
 
@@ -46,17 +46,17 @@ class EventTemplate:
         self._before, self._after = event(payload(place)).split(dump_json(place))
 
     def event(self, text: str) -> bytes:
-        """Return the event with `text` as its string."""
+        """Encode the event with `text` as its string."""
         return self._before + dump_json(text) + self._after
 
 
 def named_event(name: str, payload: Mapping[str, Any]) -> bytes:
-    """Return an event with a name, whose payload repeats it as its type."""
+    """Encode an event with a name, whose payload repeats it as its type."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), dump_json({"type": name, **payload}))
 
 
 def error_event(error: LoraserveError) -> bytes:
-    """Return the event of an error as OpenAI's completions and chats have it."""
+    """Encode the event of an error as OpenAI's completions and chats have it."""
     return event(openai_envelope(error))
 
 
@@ -85,7 +85,7 @@ class EventSource(ABC):
         pieces.write(data)
 
     def failure(self, error: LoraserveError) -> bytes:
-        """Return the events of an error that ends the stream."""
+        """Encode the events of an error that ends the stream."""
         return error_event(error)
 
     async def close(self) -> None:  # noqa: B027 - most streams hold nothing

@@ -25,7 +25,7 @@ Longer ones are a thread's.
 _TRIMMED_BYTES = 256 * KIB
 """Size of a request after which memory is given back to the system."""
 _TRIM_DELAY_S = 1.0
-"""Delay before memory is given back: by then the answer and those beside it are sent."""
+"""Delay before memory is given back: by then the answer and those computed with it are sent."""
 
 
 def _num_threads() -> int:
@@ -54,7 +54,7 @@ class TextThreads:
         return self._turns.num_waiting
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`.
+        """Run `work` to its result.
 
         It is run at once if the request is short, otherwise on a thread in the tenant's turn.
 
@@ -72,7 +72,7 @@ class TextThreads:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._done, tenant, num_bytes)
 
-        # The job itself calls it: a thread that began goes on when its client has left, and is
+        # The job itself calls it: a thread that began continues when its client has left, and is
         # taken until it is done.
         job.add_done_callback(ended)
         return await asyncio.wrap_future(job)

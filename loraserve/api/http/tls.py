@@ -108,7 +108,7 @@ async def wait_for_hello(sock: socket.socket) -> None:
 
 
 async def _peek(sock: socket.socket, num_bytes: int) -> bytes:
-    """Return the first bytes of what has come once there are so many, fewer where the client ends.
+    """Peek at the first bytes once that many have come, fewer where the client ends.
 
     The system wakes nothing before: a client that sends single bytes causes no turns of the loop.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 LAST_PRIORITY = 1 << 19
-"""Priority of requests in the background: after all that a client can ask for, before shadows'."""
+"""Priority of requests in the background: after all that a client can set, before shadows'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class ResolvedModel:
     granted: tuple[str, ...] = ()
     """``OWNER/NAME``, with the name's key, of those that may be another tenant's."""
     asked: str | None = None
-    """Name under which it was asked for."""
+    """Name under which it was requested."""
     tenant: str = ""
-    """Name of the tenant that asked for it."""
+    """Name of the tenant that requested it."""
     defaults: GenerationDefaults = NO_DEFAULTS
     """Defaults of fields that the request doesn't send, from the bound version and the base."""
 
@@ -64,13 +64,14 @@ async def resolve_model(
 
     Args:
         adapters: the sum, where `model` is the base alone.
-        user: end user, who stays on one version of a split; None: each request is drawn by itself.
+        user: end user, which stays on one version of a split; None: each request is drawn by
+            itself.
 
     Raises:
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.
         AdapterQuarantined: it, or one of the sum's, isn't served.
         AdapterCorrupt: the stored defaults of the version are damaged or missing.
-        InvalidRequest: the sum isn't one, or is asked for in both ways at once.
+        InvalidRequest: the sum isn't one, or is given in both ways at once.
     """
     # before it is bound: what came in a pause gets the version that was loaded meanwhile
     await services.pauses.wait(caller.tenant)
@@ -102,7 +103,7 @@ _BASE_NAMES = {"lora_path": ("",), "adapter_id": ("", "__base_model__")}
 
 
 async def resolve_asked(services: Services, caller: Caller, body: InferenceBody) -> ResolvedModel:
-    """Bind what `body` asks for, in `model` or in SGLang's or LoRAX's field.
+    """Bind what `body` names, in `model` or in SGLang's or LoRAX's field.
 
     Raises:
         ModelNotFound, AdapterQuarantined: as `resolve_model`.
@@ -131,7 +132,7 @@ def _alias_of(model: str, aliases: Sequence[str]) -> str | None:
 
 
 def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:
-    """Return the model's name, and the field that it stands in."""
+    """Find the model's name, and the field that it stands in."""
     model, by = body.model, "model"
     for field in _BASE_NAMES:
         name = _named_adapter(body, field)
@@ -149,7 +150,7 @@ def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:
 
 
 def _named_adapter(body: InferenceBody, field: str) -> str | None:
-    """Return the adapter that the field names; None: the base, or it leaves that to `model`."""
+    """Read the adapter that the field names; None: the base, or it leaves that to `model`."""
     value = getattr(body, field)
     values = value if isinstance(value, list) else [value]
     if len(values) > LIMITS.max_prompts or not all(
@@ -182,7 +183,7 @@ def check_priority(body: InferenceBody | PoolingBody, caller: Caller) -> None:
 
 
 def priority_of(body: InferenceBody | PoolingBody, caller: Caller) -> int:
-    """Return the priority of the request's sequences: the last, if no client waits for them."""
+    """Choose the priority of the request's sequences: the last, if no client waits for them."""
     return LAST_PRIORITY if caller.is_background else body.priority
 
 
@@ -222,9 +223,9 @@ def check_num_candidates(prompts: Sequence[Prompt], sampling: Sampling) -> None:
 def use_cache(
     services: Services, caller: Caller, requests: Sequence[GenerateRequest], ttl_s: float | None
 ) -> CacheUse | None:
-    """Return what the result cache is to these requests, all of one HTTP request's.
+    """Look these requests, all of one HTTP request's, up in the result cache.
 
-    None: it isn't asked for.
+    None: it isn't requested.
     """
     if ttl_s is None:
         return None
@@ -281,7 +282,7 @@ class InferenceContext:
         thinking: Sequence[ThinkingBudget | None] | None = None,
         shown_token_ids: tuple[int, ...] = (),
     ) -> list[GenerateRequest]:
-        """Return the engine's requests in the order of the choices, prompt by prompt.
+        """Build the engine's requests in the order of the choices, prompt by prompt.
 
         Args:
             thinking: bound on the reasoning after each prompt; None: none has a bound.
@@ -329,18 +330,18 @@ class InferenceContext:
         return requests
 
     def prompt_of(self, index: int) -> Prompt:
-        """Return the prompt of the choice with this index."""
+        """Look up the prompt of the choice with this index."""
         return self.prompts[index // self.body.n]
 
     def headers(self, first: Chunk | None) -> dict[str, str]:
-        """Return the headers of the response; `first` is its first chunk, if there is one yet."""
+        """Build the headers of the response; `first` is its first chunk, if there is one yet."""
         return response_headers(first, self.target, self.ignored)
 
 
 def response_headers(first: Chunk | None, target: TargetSelector, ignored: Sequence[str]) -> dict[str, str]:
-    """Return the headers of a response: its timing, who answered, and what was ignored.
+    """Build the headers of a response: its timing, what answered, and what was ignored.
 
-    Before the first chunk it isn't certain who answers, and there is no timing.
+    Before the first chunk it isn't certain what answers, and there is no timing.
     """
     if first is None:
         return ignored_header(ignored)

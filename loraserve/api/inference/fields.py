@@ -122,8 +122,8 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
 }
 """Fields of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's, Transformers', Ollama's and llama.cpp's
-requests that would change the answer and aren't implemented, with the values that ask for nothing,
-as null does. An empty value may ask for something: ``web_search_options: {}`` for a search,
+requests that would change the answer and aren't implemented, with the values that have no effect,
+as null does. An empty value may have one: ``web_search_options: {}`` for a search,
 ``thinking_token_budget: 0`` for no thought.
 """
 _NEUTRAL_ALONE: Mapping[str, tuple[object, ...]] = {"n": (1,), "container": (), "context_management": (), "thread": ()}
@@ -164,7 +164,7 @@ class IgnoredField(str):
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
-    """Return the fields of the request's JSON object, unchecked; note which model they name.
+    """Parse the fields of the request's JSON object, unchecked; note which model they name.
 
     A dependency of the inference routes.
 
@@ -179,7 +179,7 @@ async def json_fields(request: Request) -> dict[str, Any]:
 
 
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
-    """Return the known fields, checked, and the names of the ignored fields (`IgnoredField`).
+    """Check the known fields, and collect the names of the ignored fields (`IgnoredField`).
 
     Explicit nulls count as absent; a number may come as its text ("8"), and an integer as a whole
     float (8.0), as in vLLM.
@@ -202,7 +202,7 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
         raise _invalid(error) from None
     if "stream_options" in given and "stream_options" in model.model_fields and not given.get("stream"):
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
-    # a field of the other kind that got so far asks for nothing, and so isn't ignored
+    # a field of the other kind that got so far has no effect, and so isn't ignored
     passed = given.keys() - model.model_fields.keys() - _UNSUPPORTED.keys() - _refused(model).keys()
     ignored = [name for name in given if name in passed]
     guesses = [_likely_field(name, model) for name in ignored[:_MAX_GUESSED]]
@@ -221,7 +221,7 @@ def _numeric_fields(model: type[BaseModel]) -> Mapping[str, type[int] | type[flo
 
 
 def _as_number(value: object, kind: type[int] | type[float]) -> object:
-    """Return the number that a text or a whole float stands for; any other value as it is."""
+    """Convert a text or a whole float to the number that it stands for; any other value stays."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value) if kind is float or not _INTEGER.fullmatch(value) else int(value)
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -230,7 +230,7 @@ def _as_number(value: object, kind: type[int] | type[float]) -> object:
 
 
 def _likely_field(name: str, model: type[BaseModel]) -> str | None:
-    """Return the model's field that `name` may be a misspelling of."""
+    """Find the model's field that `name` may be a misspelling of."""
     return _closest(name, tuple(model.model_fields)) if _FIELD_NAME.fullmatch(name) else None
 
 
@@ -271,7 +271,7 @@ def _renamed_in(message: str, name: str, own: str) -> str:
 
 
 def fields_of(value: object, param: str, known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of an object that may have only these; nulls count as absent.
+    """Read the fields of an object that may have only these; nulls count as absent.
 
     Raises:
         InvalidRequest: it isn't an object.
@@ -288,7 +288,7 @@ def fields_of(value: object, param: str, known: Collection[str]) -> dict[str, An
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return ``x-loraserve-ignored`` for the ignored fields.
+    """Build ``x-loraserve-ignored`` for the ignored fields.
 
     Names that aren't plain words are only counted. ``x-loraserve-did-you-mean`` has those that may
     be misspelt: ``temprature=temperature``.
@@ -317,17 +317,17 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
 
 
 def _refused(model: type[BaseModel]) -> Mapping[str, str]:
-    """Return the fields that this route alone refuses, with hints."""
+    """Look up the fields that this route alone refuses, with hints."""
     refused: Mapping[str, str] = getattr(model, "refused", {})
     return refused
 
 
 def _is_neutral(name: str, value: object) -> bool:
-    """Return whether the field asks for nothing, as null does."""
+    """Check whether the field has no effect, as null has none."""
     if name in _NEUTRAL_ALONE:
         neutral = _NEUTRAL_ALONE[name]
     elif _GUIDED.fullmatch(name):
-        # the empty schema asks for JSON
+        # the empty schema means any JSON
         neutral = (False, "", [])
     else:
         neutral = _UNSUPPORTED.get(name, _OFF)

@@ -1,4 +1,4 @@
-"""Texts to be pooled, checked, turned into tokens and cut as their request says."""
+"""Texts to be pooled, checked, turned into tokens and cut as their request sets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class InputReader:
     """Tokenizer of what the request is bound to."""
 
     async def inputs(self, value: object, *, add_special_tokens: bool) -> list[Prompt]:
-        """Return the prompts of ``str | [str] | [int] | [[int]]`` in the field ``input``, in order.
+        """Read the prompts of ``str | [str] | [int] | [[int]]`` in the field ``input``, in order.
 
         Raises:
             InvalidRequest: it is none of these, or empty, or has ids that the model doesn't have.
@@ -47,7 +47,7 @@ class InputReader:
         return await self._run(lambda: self._read(value, add_special_tokens))
 
     async def texts(self, texts: Sequence[Named]) -> list[Prompt]:
-        """Return the prompts of texts and pairs.
+        """Encode texts and pairs to prompts.
 
         Raises:
             InvalidRequest, PayloadTooLarge, ContextLengthExceeded: as `inputs`.
@@ -125,7 +125,7 @@ class InputReader:
             raise InvalidRequest(f"{param} is empty.", param=param)
         if len(token_ids) > base.max_model_len:
             raise self._too_long(str(len(token_ids)), param)
-        # a tokenizer may know tokens that the model lacks
+        # a tokenizer may have tokens that the model lacks
         check_token_ids(token_ids, self.tokenizer.num_ids(base.vocab_size), param)
         return Prompt(tuple(token_ids), text)
 

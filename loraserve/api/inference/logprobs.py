@@ -15,7 +15,7 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import TokenLogprobs
 
 _LOWEST = -9999.0
-"""JSON has no infinity; OpenAI says this for a token that can't be."""
+"""JSON has no infinity; OpenAI has this for a token that can't be."""
 
 
 class CompletionLogprobs:
@@ -24,7 +24,7 @@ class CompletionLogprobs:
     Offsets are into the choice's own text, which starts with the prompt under echo.
 
     Args:
-        num_top: how many of the likeliest tokens are shown beside each.
+        num_top: how many of the likeliest tokens are shown with each.
         as_ids: whether tokens are shown as ``token_id:7``.
     """
 
@@ -44,7 +44,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def render(self, token_ids: Sequence[int], entries: Iterable[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """Return the lists for these tokens alone.
+        """Build the lists for these tokens alone.
 
         None (a prompt's first token, which nothing predicts) is null.
         """
@@ -67,7 +67,7 @@ class CompletionLogprobs:
         return top
 
     def _text(self, token_id: int) -> str:
-        """Return the token's text.
+        """Decode the token's text.
 
         Part of a character is spelled ``bytes:\\xe4\\xb8``, as OpenAI's did, so that two of them
         differ, and a token without text (one that is kept in reserve) as ``token_id:7``.
@@ -116,7 +116,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: boo
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprobs | None], num_top: int
 ) -> list[orjson.Fragment | None]:
-    """Return vLLM's ``prompt_logprobs``: of each token of the prompt, the likeliest and itself.
+    """Build vLLM's ``prompt_logprobs``: of each token of the prompt, the likeliest and itself.
 
     They are by id. The first token has none, since nothing predicts it. Each is JSON already, a
     sixth of the size of its objects.
@@ -143,11 +143,11 @@ def _prompt_token(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> d
 
 
 def _id_text(token_id: int) -> str:
-    """Return vLLM's spelling of a token by its id."""
+    """Format vLLM's spelling of a token by its id."""
     return f"token_id:{token_id}"
 
 
 def finite_logprob(logprob: float) -> float:
-    """Return the log probability as JSON can have it."""
+    """Clamp the log probability to what JSON can have."""
     # a NaN compares as False, too
     return logprob if logprob > _LOWEST else _LOWEST

@@ -17,7 +17,7 @@ _REASONING = ("reasoning_content", "reasoning")
 
 
 def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]]:
-    """Return the messages as the model's template takes them.
+    """Convert the messages to those that the model's template takes.
 
     Raises:
         InvalidRequest: one is wrong; `param` names it.
@@ -53,7 +53,7 @@ class _Reader:
             )
         if not isinstance(role, str) or role not in _ROLES:
             raise InvalidRequest(f"{param}.role should be one of {', '.join(_ROLES)}.", param=f"{param}.role")
-        # OpenAI renamed "system"; templates know the old name.
+        # OpenAI renamed "system"; templates use the old name.
         checked: dict[str, Any] = {
             "role": "system" if role == "developer" else role,
             "content": _read_content(message, role, f"{param}.content"),
@@ -114,7 +114,7 @@ class _Reader:
 
 
 def _read_arguments(value: object, param: str) -> dict[str, Any] | str:
-    """Return the object that arguments hold, which templates write in their own way.
+    """Parse the object that arguments hold, which templates write in their own way.
 
     What isn't JSON, as a model may have written it, stays a string. So does JSON that no body may
     hold: no template could write a lone surrogate, or a thousand levels.

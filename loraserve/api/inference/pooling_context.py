@@ -74,7 +74,7 @@ class PoolingContext:
         add: Callable[[int, bytes], None],
         whole: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> Response:
-        """Return the response once every prompt is pooled.
+        """Answer once every prompt is pooled.
 
         Args:
             add: called with each prompt's number and vector, in any order.

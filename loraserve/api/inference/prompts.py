@@ -18,7 +18,7 @@ from loraserve.text.version_template import VersionTemplate
 
 T = TypeVar("T")
 _NUM_END_TOKENS = 64
-"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
+"""Tokens of a prompt's end that decide whether the answer begins with reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Prompt:
     """Text of the prompt; None: the caller gave tokens, or not all of the text is kept."""
 
     def end_text(self, tokenizer: Tokenizer) -> str:
-        """Return the text, or its end: markers of reasoning there say how the answer begins."""
+        """Decode the text, or its end: markers of reasoning there decide how the answer begins."""
         if self.text is not None:
             return self.text
         # decoding all of a long prompt takes long
@@ -56,7 +56,7 @@ class PromptReader:
         return self.tokenizer.num_ids(self.services.engine.base.vocab_size)
 
     async def prompts(self, value: object, *, add_special_tokens: bool, keep: int | None = None) -> list[Prompt]:
-        """Return the prompts of ``str | [str] | [int] | [[int]]``, in order.
+        """Read the prompts of ``str | [str] | [int] | [[int]]``, in order.
 
         Args:
             keep: tokens of each prompt's end that are kept; None: all, which have to fit.
@@ -81,7 +81,7 @@ class PromptReader:
         continues_last: bool = False,
         keep: int | None = None,
     ) -> Prompt:
-        """Return the prompt that the model's chat template makes of `messages`.
+        """Render the prompt that the model's chat template makes of `messages`.
 
         Args:
             variables: those of the request, which go before the chat format's.
@@ -140,7 +140,7 @@ class PromptReader:
         return prompt
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of words that an answer mustn't have, by vLLM's rule.
+        """Encode words that an answer mustn't have, by vLLM's rule.
 
         A word is refused where a space precedes it, too, if that makes another token of its
         beginning. White space alone, of which vLLM's rule leaves nothing, is refused as it is.
@@ -158,7 +158,7 @@ class PromptReader:
         return await self.run(lambda: _bad_words(words, self))
 
     async def text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Return the tokens of `text`, however many.
+        """Encode `text` to tokens, however many.
 
         Raises:
             PayloadTooLarge: it is over `limits.max_prompt_bytes`.
@@ -171,7 +171,7 @@ class PromptReader:
         return await self.run(encode)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of work on the request's texts."""
+        """Run work on the request's texts to its result."""
         return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
 
 
@@ -249,14 +249,14 @@ def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, keep: 
     token_ids = _kept(whole, keep)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
-    # The tokenizer may know tokens that were added after the model was trained, and that its logits
+    # The tokenizer may have tokens that were added after the model was trained, and that its logits
     # lack.
     check_token_ids(token_ids, reader.num_ids, param)
     return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)
 
 
 def _kept(token_ids: list[int], keep: int | None) -> list[int]:
-    """Return the prompt's end."""
+    """Keep the prompt's end."""
     return token_ids if keep is None else token_ids[-keep:]
 
 

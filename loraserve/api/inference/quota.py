@@ -18,12 +18,12 @@ from loraserve.tenancy.limits.admission import Admitted
 
 
 async def admitted_caller(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Caller:
-    """Return the caller, once its tenant may make one more request.
+    """Admit the caller, once its tenant may send one more request.
 
     The guard releases it when the answer has ended, however it ends, and says in the answer's
     headers how the tenant stands, in a refusal's too.
 
-    Raises (beside `scopes.require`'s):
+    Raises (in addition to `scopes.require`'s):
         Overloaded: the server is shutting down and takes no new work.
         RateLimited: more than the tenant may have at once, or more than its rate.
     """
@@ -43,7 +43,7 @@ def reserve(
 
     Args:
         max_tokens: of an answer to each of the prompts.
-        is_bounded: whether the request says how long an answer may be; otherwise a part is set
+        is_bounded: whether the request bounds how long an answer may be; otherwise a part is set
             aside, and what comes beyond it is charged as it comes.
 
     Raises:

@@ -37,7 +37,7 @@ class Sampling:
     logprobs: int | None
     prompt_logprobs: int | None
     grammar: Grammar | None = None
-    """What the answers have to be; None: any text."""
+    """Grammar of the answers; None: any text."""
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def params(self, *, max_tokens: int, seed: int, thinking: ThinkingBudget | None = None) -> SamplingParams:
@@ -68,7 +68,7 @@ class Sampling:
         )
 
     def constrained(self, grammar: Grammar) -> Sampling:
-        """Return the same sampling of answers that follow a grammar."""
+        """Restrict the sampling to answers that follow a grammar."""
         return replace(self, grammar=grammar)
 
 
@@ -81,12 +81,12 @@ def read_sampling(
     bad_words: tuple[tuple[int, ...], ...] = (),
     defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Sampling:
-    """Return the sampling parameters that the body asks for.
+    """Read the sampling parameters of the body.
 
     Args:
         num_ids: the bound of the ids that the body may name.
         logprobs, prompt_logprobs: how many of the likeliest tokens the route shows; what the body
-            asks for beside it is added.
+            requests in addition is added.
         bad_words: tokens of the body's, from `PromptReader.bad_words`.
         defaults: of fields that the body doesn't have.
 
@@ -109,7 +109,7 @@ def read_sampling(
 
 
 def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> InferenceBody:
-    """Return the body with defaults for what it doesn't have, and with the stop tokens."""
+    """Fill what the body lacks with defaults, and add the stop tokens."""
     given = {name: getattr(defaults, name) for name in SAMPLING_FIELDS if name not in body.model_fields_set}
     update: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if defaults.stop_token_ids and not body.ignore_eos:
@@ -118,10 +118,10 @@ def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> Inferen
 
 
 def cache_ttl_s(sampling: Sampling) -> float | None:
-    """Return the seconds for which `cache` lets the answer be kept; None: it isn't asked for.
+    """Read the seconds for which `cache` lets the answer be kept; None: it isn't requested.
 
     Raises:
-        InvalidRequest: the field is wrong, or the answer is drawn anew each time.
+        InvalidRequest: the field is wrong, or the answer is drawn again each time.
     """
     body, value = sampling.body, sampling.body.cache
     if value is None:
@@ -145,7 +145,7 @@ def cache_ttl_s(sampling: Sampling) -> float | None:
 
 
 def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int | None:
-    """Return how many tokens of the prompt's end `truncate_prompt_tokens` keeps; None: all.
+    """Compute how many tokens of the prompt's end `truncate_prompt_tokens` keeps; None: all.
 
     Args:
         asked: tokens that the answer may have; None: as many as there is room for.
@@ -169,7 +169,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """Check that the logits have these ids.
 
     Raises:
-        InvalidRequest: an id is not one of theirs (a tokenizer may know more tokens than the model
+        InvalidRequest: an id is not one of theirs (a tokenizer may have more tokens than the model
             has).
     """
     if token_ids and min(token_ids) >= 0 and max(token_ids) < vocab_size:
@@ -185,12 +185,12 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 def choose_max_tokens(
     asked: int | None, default: int | None, num_prompt_tokens: int, base: BaseSpec, param: str
 ) -> int:
-    """Return the requested maximum of tokens, or the default as far as the context has room.
+    """Choose the requested maximum of tokens, or the default as far as the context has room.
 
     A default of None is all the room.
 
     Raises:
-        ContextLengthExceeded: the prompt, or the prompt and what was asked for, is longer than the
+        ContextLengthExceeded: the prompt, or the prompt and what was requested, is longer than the
             context.
     """
     room = base.max_model_len - num_prompt_tokens
@@ -208,7 +208,7 @@ def choose_max_tokens(
 
 
 def choose_seeds(seed: int | None, num_choices: int) -> list[int]:
-    """Return one seed per choice: random ones, or derived from the caller's, the first choice's."""
+    """Choose one seed per choice: random ones, or derived from the caller's, the first choice's."""
     if seed is None:
         return [secrets.randbits(63) for _ in range(num_choices)]
     first = seed & _MASK

@@ -95,7 +95,7 @@ class SamplingBody(_Body):
     bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=LIMITS.max_bad_words)
     thinking_token_budget: int | None = Field(default=None, ge=-1, lt=1 << 31)
     """Tokens of reasoning after which it is ended; -1: any number."""
-    # the adapter, as SGLang's and LoRAX's clients name it beside the base's id in `model`
+    # the adapter, as SGLang's and LoRAX's clients name it along with the base's id in `model`
     lora_path: Any = None
     adapter_id: str | None = Field(default=None, max_length=MAX_MODEL_LENGTH)
 

@@ -1,4 +1,4 @@
-"""Read what a body asks its answers to be, in OpenAI's fields, vLLM's old and new, or SGLang's."""
+"""Read the form of a body's answers, in OpenAI's fields, vLLM's old and new, or SGLang's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OBJECT = {"type": "object"}
 
 
 async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat, tokenizer: Tokenizer) -> Grammar:
-    """Return the grammar of a format, once it has been compiled; stop when the client leaves.
+    """Compile the grammar of a format; stop when the client leaves.
 
     Raises:
         InvalidRequest: it can't be followed; `param` names the place.
@@ -40,7 +40,7 @@ async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat
 
 
 def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:
-    """Return the format with what the operator chose where the request didn't."""
+    """Complete the format with what the operator chose where the request didn't."""
     if wanted.whitespace == WHITESPACE:
         wanted = msgspec.structs.replace(wanted, whitespace=_WHITESPACE[settings.json_whitespace])
     if settings.json_numbers == "any":
@@ -49,10 +49,10 @@ def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:
 
 
 def read_answer_format(body: InferenceBody) -> AnswerFormat | None:
-    """Return what the answers have to be; None: any text.
+    """Read what the answers have to be; None: any text.
 
     Raises:
-        InvalidRequest: a field is wrong, or two of them say what the answers are.
+        InvalidRequest: a field is wrong, or two of them set what the answers are.
         UnsupportedParameter: a kind of answer that isn't implemented.
         PayloadTooLarge: a schema, given as a text, is over `limits.max_grammar_bytes`.
     """
@@ -81,7 +81,7 @@ def _read_response_format(body: InferenceBody) -> AnswerFormat | None:
         case "text":
             return None
         case "json_object":
-            # a schema beside it is Fireworks' and llama.cpp's
+            # a schema next to it is Fireworks' and llama.cpp's
             schema = value.get("schema")
             if schema is None:
                 return AnswerFormat(kind=AnswerKind.JSON_SCHEMA, value=_OBJECT, param=param)

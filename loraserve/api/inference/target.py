@@ -12,19 +12,19 @@ from loraserve.types import AdapterRef
 HEADER = "x-loraserve-adapter"
 
 _PLAIN = "/:@.,*+~_- "
-"""Characters that stand in a header unescaped, beside letters and digits.
+"""Characters that stand in a header unescaped, as are letters and digits.
 
 A base's id may be a folder's name, in any script.
 """
 
 
 def has_same_tokenizer(one: AdapterRef | None, other: AdapterRef | None) -> bool:
-    """Return whether the same tokens mean the same to both; None is the base."""
+    """Check whether the same tokens mean the same to both; None is the base."""
     return _tokenizers(one) == _tokenizers(other)
 
 
 def _tokenizers(adapter: AdapterRef | None) -> set[str]:
-    """Return the blobs of the tokenizers that differ from the base's."""
+    """Collect the blobs of the tokenizers that differ from the base's."""
     extras = [version.extras for version in versions_of(adapter)]
     return {found.tokenizer.blob for found in extras if found is not None and found.tokenizer is not None}
 
@@ -32,7 +32,7 @@ def _tokenizers(adapter: AdapterRef | None) -> set[str]:
 class TargetSelector:
     """Select the adapter that answers one HTTP request, with all of its choices.
 
-    It changes once at most, from the version that was asked for to its fallback.
+    It changes once at most, from the requested version to its fallback.
     """
 
     def __init__(self, binding: Binding, base_id: str, asked: str | None = None, *, tenant: str = "") -> None:
@@ -47,7 +47,7 @@ class TargetSelector:
         self.adapter = binding.adapter
         """Adapter that answers; None: the base."""
         self.reason = binding.fell_back_for
-        """The code of the error for which `adapter` isn't what was asked for; empty: it is."""
+        """The code of the error for which `adapter` isn't what was requested; empty: it is."""
         self._from = binding.fell_back_from
         self._fallback = binding.fallback if binding.fell_back_from is None else None
         self._shadow = binding.shadow
@@ -104,7 +104,7 @@ class TargetSelector:
         return True
 
     def names(self) -> list[str]:
-        """Return the names by which a router would request what answers: of a sum, its parts'.
+        """List the names by which a router would request what answers: of a sum, its parts'.
 
         None for the base.
         """
@@ -117,11 +117,11 @@ class TargetSelector:
         return [name if owner is None else f"{owner}/{name}" for owner, name in paths]
 
     def owner_names(self) -> list[str]:
-        """Return the names of the tenants that own what answers: of a sum, its parts'."""
+        """List the names of the tenants that own what answers: of a sum, its parts'."""
         return [self.owners.get(one.tenant, self._tenant) for one in versions_of(self.adapter)]
 
     def label(self, adapter: AdapterRef) -> str:
-        """Return the name by which the client can request it.
+        """Format the name by which the client can request it.
 
         It is ``NAME@VERSION``, ``OWNER/NAME@VERSION`` if granted, or a sum of such.
         """
@@ -130,7 +130,7 @@ class TargetSelector:
     def headers(self) -> dict[str, str]:
         """``x-loraserve-adapter``: the version that answers; what it stands in for, and why.
 
-        None for the base that was asked for.
+        None if the base was requested.
         """
         if self._from is not None:
             told = f"{self.answering}; fallback-from={self.label(self._from)}; reason={self.reason}"
@@ -141,7 +141,7 @@ class TargetSelector:
         return {HEADER: quote(told, safe=_PLAIN + ";=")}
 
     def lorax_headers(self) -> dict[str, str]:
-        """Return LoRAX's headers: the base, and the adapter that answers."""
+        """Build LoRAX's headers: the base, and the adapter that answers."""
         headers = {"x-model-id": quote(self._base_id, safe=_PLAIN)}
         if self.adapter is not None:
             headers |= {"x-adapter-id": quote(self.label(self.adapter), safe=_PLAIN), "x-adapter-source": "local"}

@@ -49,7 +49,7 @@ class PathLoadBody(LoadBody):
 
 @dataclass(frozen=True, slots=True)
 class LiveLoad:
-    """What a request wants loaded, and how."""
+    """Load that a request describes."""
 
     name: str
     is_in_place: bool
@@ -60,7 +60,7 @@ class LiveLoad:
 
     @classmethod
     def of(cls, body: LoadBody, services: Services, *, is_in_place: bool, is_pinned: bool = False) -> LiveLoad:
-        """Return the load that the body asks for.
+        """Build the load that the body describes.
 
         Raises:
             InvalidRequest: its fields contradict each other.
@@ -213,7 +213,7 @@ class LiveLoader:
                 caller.tenant, load.name, number, actor=caller.key_id, once=None, wait_s=WARM_WAIT_S
             )
             return
-        # the version is there, whatever the engine says now
+        # the version is there, whatever the engine answers now
         with suppress(TimeoutError, LoraserveError):
             async with asyncio.timeout(WARM_WAIT_S):
                 await self._services.engine.warm(version.ref)

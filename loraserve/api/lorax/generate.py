@@ -98,7 +98,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
             model.tokenizer.num_ids(base.vocab_size),
             logprobs=asked.logprobs,
             prompt_logprobs=prompt_logprobs,
-            # as TGI: parameters have defaults of their own here; the file says how answers end
+            # as TGI: parameters have defaults of their own here; the file defines how answers end
             defaults=model.defaults.only_ends(),
         )
     reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)
@@ -122,7 +122,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
 class _GeneratedAnswer(StreamableAnswer):
     """Generated text with its details, or an event a token."""
 
-    # these clients read each line as an event, and know no end but the stream's
+    # these clients read each line as an event, and have no end but the stream's
     ending = b""
 
     def __init__(

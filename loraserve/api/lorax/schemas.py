@@ -117,7 +117,7 @@ def check_parameters(parameters: GenerateParameters, *, is_stream: bool) -> None
 
 
 def completion_body(body: GenerateBody, base_id: str) -> CompletionBody:
-    """Return the completion that the request asks for, one choice per sequence of `best_of`."""
+    """Convert the request to a completion, one choice per sequence of `best_of`."""
     parameters = body.parameters
     model = parameters.adapter_id
     has_tokens = body.stream or parameters.details or parameters.decoder_input_details or parameters.best_of > 1

@@ -61,7 +61,7 @@ class Sequence:
             ]
 
     def events(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return a chunk's events, one per token; the last of a sequence has its whole text."""
+        """Build a chunk's events, one per token; the last of a sequence has its whole text."""
         first = self._num_tokens + 1
         self._take(chunk)
         found = list(self._read(chunk))
@@ -75,7 +75,7 @@ class Sequence:
         return events
 
     def whole(self, others: list[Sequence]) -> dict[str, Any]:
-        """Return the answer in one piece.
+        """Build the answer in one piece.
 
         Args:
             others: the sequences of `best_of` that weren't the best.
@@ -121,7 +121,7 @@ class Sequence:
             self._finish_reason = _finish_reason(chunk)
 
     def _read(self, chunk: Chunk) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Return the chunk's tokens, and the likeliest beside each; none if nothing shows them."""
+        """Read the chunk's tokens, and the likeliest with each; none if nothing shows them."""
         self._num_tokens += len(chunk.token_ids)
         if chunk.logprobs is None:
             return []
@@ -157,7 +157,7 @@ class Sequence:
         return self._inputs + "".join(self._texts)
 
     def _spelled(self, token_id: int) -> str:
-        """Return a token's own text, of which part of a character isn't one."""
+        """Decode a token's own text, of which part of a character isn't one."""
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 

@@ -24,7 +24,7 @@ class RequestTally:
     num_waiting: int = 0
     """Requests that wait for their first token now."""
     num_running: int = 0
-    """Requests past their first token that go on now."""
+    """Requests past their first token that continue now."""
     num_ended: int = 0
     num_failed: int = 0
     """Number of them that ended by an error."""
@@ -59,7 +59,7 @@ class Activity:
         self._tallies: OrderedDict[TenantId, RequestTally] = OrderedDict()
 
     def of(self, tenant: TenantId | None) -> RequestTally:
-        """Return the tenant's tally, or with None that of all."""
+        """Look up the tenant's tally, or with None that of all."""
         return self.total if tenant is None else self._tallies.get(tenant) or RequestTally()
 
     def begin(self, request: GenerateRequest, *, tenant_name: str, asked: str) -> RequestTimer:
@@ -180,5 +180,5 @@ class RequestTimer:
 
 
 def _answer_id(request_id: str) -> str:
-    """Return the answer's id, of which the engine's requests have one number each."""
+    """Extract the answer's id, of which the engine's requests have one number each."""
     return request_id.removesuffix("-fallback").rpartition("-")[0]

@@ -57,23 +57,23 @@ class AdapterLoad:
         return AdapterUse(self, [version_key(one) for one in versions], list(names))
 
     def num_running(self, version: UsedVersion) -> int:
-        """Return how many of the version's requests are past their first token and not done."""
+        """Count the version's requests that are past their first token and not done."""
         return self._running[version_key(version)]
 
     def uses_per_s(self, version: UsedVersion) -> float:
-        """Return how often the version was used of late; 0 if it never was, or is forgotten."""
+        """Compute how often the version was used of late; 0 if it never was, or is forgotten."""
         return self._uses.get(version_key(version), NEVER).per_second(self._clock())
 
     def waiting_names(self) -> list[str]:
-        """Return the names of the adapters with a request before its first token, sorted."""
+        """List the names of the adapters with a request before its first token, sorted."""
         return sorted(self._waiting_names)
 
     def running_names(self) -> list[str]:
-        """Return the names of the adapters with a request past its first token, sorted."""
+        """List the names of the adapters with a request past its first token, sorted."""
         return sorted(self._running_names)
 
     def named_digests(self) -> dict[tuple[str, str], Digest]:
-        """Return the digests of the adapters that were requested last, by owner and name."""
+        """Map owner and name to the digests of the adapters that were requested last."""
         return {(owner, str(name)): digest for owner, name, digest in self._digests.items()}
 
     def _answer(self, keys: Iterable[VersionKey], names: Iterable[str]) -> None:

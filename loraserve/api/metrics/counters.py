@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from loraserve.api.metrics.activity import Activity
 from loraserve.api.metrics.adapter_load import AdapterLoad
 
-# A creation time beside every counter would double the number of samples.
+# A creation time with every counter would double the number of samples.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -12,17 +12,16 @@ One more bucket has what is longer than the last.
 
 
 def bucket(seconds: float) -> int:
-    """Return the bucket of a duration."""
     return bisect.bisect_left(DURATION_BOUNDS_S, seconds)
 
 
 def empty_counts() -> list[int]:
-    """Return a count of 0 for every bucket."""
+    """Make a count of 0 for every bucket."""
     return [0] * (len(DURATION_BOUNDS_S) + 1)
 
 
 def quantile(counts: list[int], part: float) -> float | None:
-    """Return the upper bound of the bucket in which `part` of the durations end.
+    """Find the upper bound of the bucket in which `part` of the durations end.
 
     None without a duration; of those longer than all bounds, the last one.
     """

@@ -259,7 +259,7 @@ SPECULATION: Table[EngineStats] = (
 
 
 def _kv_usage(stats: EngineStats) -> float:
-    """Return which part of the KV blocks that sequences could have is in use."""
+    """Compute which part of the KV blocks that sequences could have is in use."""
     if not stats.num_kv_blocks_available:
         # without an engine there are none at all
         return 1.0 if stats.num_kv_blocks else 0.0

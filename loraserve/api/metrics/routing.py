@@ -23,7 +23,7 @@ _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 class AdapterRouting:
     """Adapters that are waited for, run, or were requested last.
 
-    The engine knows digests alone, and the server knows names.
+    The engine has digests alone, and the server has names.
 
     Args:
         max_num_seqs: the maximum number of sequences in a step.
@@ -53,9 +53,10 @@ class AdapterRouting:
         return self._engine.stats.max_device_adapters or self._max_num_seqs
 
     def num_loaded(self) -> dict[str, float]:
-        """Return the number of adapters that steps can use, by the base's id.
+        """Count the adapters that steps can use, by the base's id.
 
-        By that id a router knows the requests that need no adapter. Nothing, before it is loaded.
+        By that id a router recognizes the requests that need no adapter. Nothing, before it is
+        loaded.
         """
         stats = self._engine.stats
         try:
@@ -64,12 +65,12 @@ class AdapterRouting:
             return {}
 
     def requests_info(self) -> dict[tuple[str, str, str], float]:
-        """Return the time, by `max_lora` and the names of adapters that run and are waited for."""
+        """Build the time, by `max_lora` and the names of adapters that run and are waited for."""
         running, waiting = ",".join(self._load.running_names()), ",".join(self._load.waiting_names())
         return {(str(self.max_lora), running, waiting): time.time()}
 
     async def refresh(self) -> None:
-        """Ask the engine anew, if its last answer is older than `MAX_AGE_S`.
+        """Query the engine again, if its last answer is older than `MAX_AGE_S`.
 
         Nothing is known while it is away.
         """
@@ -86,7 +87,7 @@ class AdapterRouting:
         self._rows = {row.digest: row for row in rows}
 
     def loaded(self) -> dict[tuple[str, str, str, str], float]:
-        """Return 1 by name, level, whether it is pinned, and owner, of each that is loaded."""
+        """Build 1 by name, level, whether it is pinned, and owner, of each that is loaded."""
         found = {}
         for (owner, name), digest in self._load.named_digests().items():
             row = self._rows.get(digest)

@@ -29,7 +29,7 @@ class SlowRequest:
     tenant_name: str
     started_at: datetime
     asked: str
-    """Model that was asked for."""
+    """Model that was requested."""
     answered_by: str
     """Version that answered, or the base's id."""
     outcome: str
@@ -87,7 +87,7 @@ class SlowRequests:
             self._minutes.popitem(last=False)
 
     def slowest(self, tenant: TenantId | None, *, order: str, limit: int) -> list[SlowRequest]:
-        """Return the tenant's slowest, or with None those of all tenants, the slowest first."""
+        """List the tenant's slowest, or with None those of all tenants, the slowest first."""
         self._forget()
         kept = (
             one

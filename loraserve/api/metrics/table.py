@@ -1,4 +1,4 @@
-"""Metrics as rows of a table, read anew at every scrape."""
+"""Metrics as rows of a table, read again at every scrape."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ Table = Sequence[Row[Source]]
 
 
 def gauge(name: str, help: str, read: Callable[[Source], Samples], *labels: str) -> Row[Source]:
-    """Return the row of a gauge."""
+    """Build the row of a gauge."""
     return Row(GaugeMetricFamily, name, help, labels, read)
 
 
 def counter(name: str, help: str, read: Callable[[Source], Samples], *labels: str) -> Row[Source]:
-    """Return the row of a counter."""
+    """Build the row of a counter."""
     return Row(CounterMetricFamily, name, help, labels, read)
 
 
 def histogram(name: str, help: str, read: Callable[[Source], Samples], *labels: str) -> Row[Source]:
-    """Return the row of a histogram of times."""
+    """Build the row of a histogram of times."""
     return Row(HistogramMetricFamily, name, help, labels, read)
 
 
@@ -88,7 +88,7 @@ def _items(samples: Samples) -> Iterable[tuple[str | tuple[str, ...], Sample]]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return Prometheus' buckets, each of which counts the values of the buckets below it too."""
+    """Build Prometheus' buckets, each of which counts the values of the buckets below it too."""
     buckets, num = [], 0
     for bound, count in zip((*TIME_BOUNDS_S, float("inf")), histogram.counts, strict=True):
         num += count

@@ -24,7 +24,7 @@ class Role(StrEnum):
 class VersionKey(NamedTuple):
     """Version of an adapter in one role.
 
-    The digest tells it from the version of an adapter of that name that was deleted.
+    The digest distinguishes it from the version of an adapter of that name that was deleted.
     """
 
     name: str
@@ -116,11 +116,11 @@ class VersionTraffic:
             self._drop_one()
 
     def since(self, seconds: float) -> float:
-        """Return the beginning of the oldest slot that `of` counts, in seconds since 1970."""
+        """Compute the beginning of the oldest slot that `of` counts, in seconds since 1970."""
         return self._first_slot(seconds) * self._limits.traffic_slot_s
 
     def of(self, tenant: TenantId, name: str, seconds: float) -> dict[VersionKey, TrafficTally]:
-        """Return the sums of the adapter's versions: of the slots of so many seconds, and this."""
+        """Sum the adapter's versions: over the slots of that many seconds, and this."""
         first = self._first_slot(seconds)
         sums: dict[VersionKey, TrafficTally] = {}
         for key, slots in self._tenants.get(tenant, {}).items():

@@ -24,10 +24,10 @@ _NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.tr
 
 
 def open_tracer(settings: Settings, metrics: ServerMetrics) -> SpanTracer | None:
-    """Return the tracer that the settings or OpenTelemetry's variables ask for; None: none does.
+    """Open the tracer of the settings or OpenTelemetry's variables; None: none is configured.
 
     Raises:
-        ConfigError: OpenTelemetry isn't installed, or a variable asks for what isn't possible.
+        ConfigError: OpenTelemetry isn't installed, or a variable requires what isn't possible.
     """
     asked_by = _asked_by(settings)
     if asked_by is None:
@@ -52,7 +52,7 @@ def open_tracer(settings: Settings, metrics: ServerMetrics) -> SpanTracer | None
 
 
 def _asked_by(settings: Settings) -> str | None:
-    """Return the flag or the variable that asks for traces; None: none does, or one forbids it."""
+    """Find the flag or the variable that turns traces on; None: none does, or one forbids it."""
     if settings.trace_endpoint is not None:
         return "--trace-endpoint"
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"

@@ -52,7 +52,7 @@ class CountingExporter(SpanExporter):
         elif self._is_failing and not is_failing:
             logger.info("the collector takes traces again")
         self._is_failing = is_failing
-        # last: spans that are counted have been told of
+        # last: spans that are counted have been reported
         self._num_spans.labels("failed" if is_failing else "exported").inc(len(spans))
         return result
 

@@ -68,7 +68,7 @@ class SpanTracer:
 
     @classmethod
     def to_collector(cls, endpoint: str | None, sample: float | None, metrics: ServerMetrics) -> SpanTracer:
-        """Return a tracer that posts to `endpoint`; None: where OpenTelemetry's variables say.
+        """Build a tracer that posts to `endpoint`; None: where OpenTelemetry's variables point.
 
         Raises:
             ValueError: a variable of OpenTelemetry's is wrong.
@@ -144,8 +144,8 @@ class SpanTracer:
     def _trace_choice(self, record: RequestRecord, choice: ChoiceRecord, answer: Span) -> None:
         """Add the choice's stages.
 
-        The engine says how long each took, not when it began: they are laid end to end before the
-        first token. The waits for a turn and for the adapter may have alternated.
+        The engine reports how long each took, not when it began: they are laid end to end before
+        the first token. The waits for a turn and for the adapter may have alternated.
         """
         index: dict[str, AttributeValue] = {"loraserve.choice": choice.index}
         ended_s = record.ended_s if choice.ended_s is None else choice.ended_s
@@ -153,7 +153,7 @@ class SpanTracer:
             self._add("replay", answer, record, choice.sent_s, ended_s, index)
             return
         if choice.first_s is None:
-            # what it waited for isn't known: the engine says so with the first token
+            # what it waited for isn't known: the engine reports it with the first token
             self._add("wait", answer, record, choice.sent_s, ended_s, index | {"error.type": choice.finish_reason})
             return
         prefill_s = max(choice.sent_s, choice.first_s - choice.prefill_s)
@@ -196,12 +196,12 @@ class SpanTracer:
 
 
 def _instant(record: RequestRecord, at_s: float) -> int:
-    """Return an instant of `time.monotonic` in nanoseconds since 1970."""
+    """Convert an instant of `time.monotonic` to nanoseconds since 1970."""
     return record.started_ns + round((at_s - record.started_s) * 1e9)
 
 
 def _trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the headers of W3C's Trace Context; none that are ambiguous or too long."""
+    """Select the headers of W3C's Trace Context; none that are ambiguous or too long."""
     parents = [value for name, value in headers if name == b"traceparent"]
     if len(parents) != 1:
         return {}

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _ENTRY_BYTES = 4096
-"""Bytes that an entry takes beside its template's text, with room to spare."""
+"""Bytes that an entry takes in addition to its template's text, with room to spare."""
 _TOKENIZER_BYTES, _BYTES_PER_ADDED_BYTE = 16 << 10, 32
-"""Bytes that a version's tokenizer takes beside the base's: at least, and by its file's bytes."""
+"""Bytes that a version's tokenizer takes besides the base's: at least, and by its file's bytes."""
 LOADED, CACHED = "loaded", "cached"
 OUTCOMES = (LOADED, CACHED)
 
@@ -84,7 +84,7 @@ class VersionChats:
         return self._cache.num_bytes
 
     async def chat_format(self, tenant: str, adapter: AdapterRef | None) -> ChatFormat:
-        """Return the format of chats with what a request is bound to; the base's where it has none.
+        """Find the format of chats with what a request is bound to; the base's where it has none.
 
         Args:
             tenant: the one whose request it is.
@@ -112,7 +112,7 @@ class VersionChats:
         return await self._kept(key, version.tenant, lambda: self._make_format(tenant, version))
 
     async def tokenizer(self, adapter: AdapterRef | None) -> Tokenizer:
-        """Return the tokenizer of what a request is bound to; the base's where it has no other.
+        """Find the tokenizer of what a request is bound to; the base's where it has no other.
 
         Raises:
             AdapterCorrupt: the stored differences are damaged or missing.
@@ -143,7 +143,7 @@ class VersionChats:
         return made
 
     async def defaults(self, adapter: AdapterRef | None) -> GenerationDefaults:
-        """Return the defaults of requests for what one is bound to.
+        """Find the defaults of requests for what one is bound to.
 
         Raises:
             AdapterCorrupt: the stored file is damaged or missing.
@@ -157,7 +157,7 @@ class VersionChats:
         return own.over(self._base_defaults)
 
     async def _kept(self, key: Hashable, owner: str, make: Callable[[], Awaitable[tuple[T, int]]]) -> T:
-        """Return what is kept under the key; make it once for all that ask meanwhile.
+        """Look up what is kept under the key; make it once for all requests that need it meanwhile.
 
         A request that leaves doesn't end what others wait for.
         """
@@ -253,7 +253,7 @@ class VersionChats:
         return defaults, len(data)
 
     async def _read(self, version: AdapterRef, file: ExtraFile) -> bytes:
-        """Return the file's bytes, verified.
+        """Read the file's bytes, verified.
 
         Raises:
             AdapterCorrupt: they are damaged or missing.
@@ -275,12 +275,12 @@ class VersionChats:
 
 
 def own_tokenizer(version: AdapterRef) -> ExtraFile | None:
-    """Return the file of what a version's tokenizer has beside the base's; None: nothing."""
+    """Look up the file of a version's differences from the base's tokenizer; None: none."""
     return None if version.extras is None else version.extras.tokenizer
 
 
 def _version_of(adapter: AdapterRef | None) -> AdapterRef | None:
-    """Return the version whose extra files chats with the adapter use; None: the base's are used.
+    """Find the version whose extra files chats with the adapter use; None: the base's are used.
 
     Those of a sum are used where all of its versions have the same.
     """

@@ -26,7 +26,7 @@ OUTCOMES = (RENDERED, REFUSED, KILLED)
 
 
 class TemplateRenderer:
-    """Ask processes for prompts and for what templates are like.
+    """Have processes render prompts and inspect templates.
 
     Args:
         special_tokens: called when a process is made.
@@ -64,7 +64,7 @@ class TemplateRenderer:
         return self._processes.num_starts
 
     async def inspect(self, tenant: str, source: str) -> TemplateAnswer:
-        """Return what a template is like: its `problems`, or what it reads.
+        """Inspect a template: find its `problems`, or what it reads.
 
         Raises:
             EngineUnavailable: no process can be started.
@@ -75,7 +75,7 @@ class TemplateRenderer:
         return answer
 
     async def render(self, tenant: str, question: bytes) -> str:
-        """Return the prompt that a `VersionTemplate.question` asks for.
+        """Render the prompt of a `VersionTemplate.question`.
 
         Args:
             tenant: the one whose request it is.
@@ -109,7 +109,7 @@ class TemplateRenderer:
         return WorkerProcess(_MODULE, msgspec.json.encode(setup))
 
     async def _ask(self, tenant: str, question: bytes) -> TemplateAnswer | None:
-        """Return the answer; None: the question was over the process's bounds."""
+        """Send a question, and wait for the answer; None: it was over the process's bounds."""
         async with self._processes.take(tenant) as process:
             started = self._clock()
             try:
@@ -122,7 +122,7 @@ class TemplateRenderer:
         return answer
 
     async def _ask_twice(self, process: WorkerProcess, question: bytes) -> TemplateAnswer | None:
-        """Ask a new process again where another question may have spent or ended this one."""
+        """Send the question to a new process where another may have spent or ended this one."""
         answer = None
         for _ in range(2):
             was_new = not process.is_running

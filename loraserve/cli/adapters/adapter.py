@@ -249,7 +249,7 @@ def show(
             return
         adapter = client.adapters.get(name)
         output.one(adapter, ADAPTER_DETAILS, name="name")
-        # Programs asked for one thing, and get it.
+        # Programs requested one thing, and get it.
         if output.format is not Format.HUMAN:
             return
         aliases = list(client.adapters.aliases(name))

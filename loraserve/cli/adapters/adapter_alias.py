@@ -1,6 +1,6 @@
 """``loraserve adapter alias, aliases, unalias, rollback, shadow, traffic``.
 
-They say which version a name means, and how versions compare.
+They show which version a name means, and how versions compare.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``loraserve adapter verify, warm, pin, unpin``.
 
-They tell what a version answers, and whether its weights wait in memory.
+They show what a version answers, and whether its weights wait in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _target(client: Client, target: str) -> tuple[str, int]:
-    """Return the name and the version of ``NAME[@VERSION]``; without one, the live version."""
+    """Parse ``NAME[@VERSION]`` into name and version; without one, the live version."""
     name, version = split_version(target)
     return name, client.adapters.alias(name, "live").version if version is None else version
 

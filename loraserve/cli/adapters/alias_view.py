@@ -26,7 +26,7 @@ ALIAS_DETAILS = (
 
 
 def aliases_in_words(adapter: Adapter) -> str | None:
-    """Return where each alias leads: ``canary=3, live=1:50%,2:50%``."""
+    """Format where each alias leads: ``canary=3, live=1:50%,2:50%``."""
     return ", ".join(f"{name}={_target(adapter, name)}" for name in adapter.aliases) or None
 
 
@@ -39,7 +39,7 @@ def _target(adapter: Adapter, alias: str) -> str:
 
 
 def _split(split: object) -> str | None:
-    """Return ``90 % of 3, 10 % of 4``."""
+    """Format a split: ``90 % of 3, 10 % of 4``."""
     if not isinstance(split, list) or not split:
         return None
     total = sum(one.weight for one in split)

@@ -22,12 +22,12 @@ _LAST_TERM = re.compile(r"[^+*]*\Z")
 
 
 def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the tenant's adapters whose names begin so; none where no server answers in time."""
+    """List the tenant's adapters whose names begin so; none where no server answers in time."""
     return _ask(context, incomplete, lambda client: (adapter.name for adapter in client.adapters.list()))
 
 
 def model_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the models that begin so, or the sums whose last adapter does: ``a+0.5*b``."""
+    """List the models that begin so, or the sums whose last adapter does: ``a+0.5*b``."""
     term = _LAST_TERM.search(incomplete)
     before = incomplete[: term.start()] if term is not None else ""
     found = _ask(context, incomplete[len(before) :], lambda client: (model.id for model in client.models.list()))
@@ -35,7 +35,7 @@ def model_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _ask(context: typer.Context, start: str, names: Callable[[Client], Iterable[str]]) -> list[str]:
-    """Return the names that begin with `start`, of those that come before the wait is over."""
+    """Select the names that begin with `start`, of those that come before the wait is over."""
     from loraserve.sdk import Client
 
     found: list[str] = []

@@ -70,7 +70,7 @@ CERTIFICATE_DETAILS = (
 
 
 def _details(version: Version) -> list[Column]:
-    """Return the lines that describe a version, with its certificate's numbers if it has one."""
+    """Build the lines that describe a version, with its certificate's numbers if it has one."""
     certificate = version.certificate
     if certificate is None:
         return list(VERSION_DETAILS)
@@ -90,7 +90,7 @@ def _variables(version: Version) -> str | None:
 
 
 def _parity(version: Version) -> str | None:
-    """Return the verdict, and the reason if it isn't passed."""
+    """Format the verdict, and the reason if it isn't passed."""
     if version.verdict in (None, "passed"):
         return version.verdict
     certificate = version.certificate
@@ -107,7 +107,7 @@ def _share(value: float | None) -> str:
 
 
 def _effect(one: Certificate) -> str | None:
-    """Return what rounding the base leaves of the adapter's effect; why not, where not measured."""
+    """Format what rounding the base leaves of the adapter's effect; why not, where not measured."""
     if one.effect_kept is None or one.min_effect_kept is None:
         return f"not measured: {one.rounding_note}" if one.rounding_note else None
     return f"{one.effect_kept:.0%} after rounding the base; {one.min_effect_kept:.0%} is expected"
@@ -129,7 +129,7 @@ def _divergence(one: Certificate) -> str | None:
 
 
 def _subject(certificate: Certificate) -> str:
-    """Return the base that a certificate holds for, and how it was computed."""
+    """Format the base that a certificate holds for, and how it was computed."""
     if not certificate.base_digest:
         return "unknown (the certificate is older than this field)"
     how = f"{certificate.arithmetic} ({certificate.instructions}) on {certificate.device}"
@@ -148,7 +148,7 @@ def show_version(output: Output, version: Version) -> None:
 
 
 def check_served(output: Output, version: Version) -> None:
-    """Check that the version is served; scripts must not go on as if it were.
+    """Check that the version is served; scripts must not continue as if it were.
 
     Raises:
         typer.Exit: it isn't.

@@ -162,7 +162,7 @@ def down(address: AddressOption = None, format: FormatOption = None, **settings:
 
 
 def _place(settings: dict[str, str | bool | None]) -> Settings:
-    """Return settings of which the data folder alone counts."""
+    """Load settings of which the data folder alone counts."""
     from loraserve.settings import Settings
 
     return Settings.load(model="none", **settings)

@@ -156,7 +156,7 @@ def _show_kernels(output: Output, flags: dict[str, str | None]) -> None:
 
 
 def _settings(flags: dict[str, str | None]) -> tuple[Settings | None, errors.ConfigError | None]:
-    """Return the server's settings; without a model where none is named."""
+    """Load the server's settings; without a model where none is named."""
     from loraserve.settings import Settings
 
     try:
@@ -317,7 +317,7 @@ def _server(
 
 
 def _checked(url: str) -> str:
-    """Return a server's root.
+    """Check a server's URL; return its root.
 
     Raises:
         ConfigError: it isn't a URL, or holds a password.
@@ -329,7 +329,7 @@ def _checked(url: str) -> str:
 
 
 def _secrets(flags: dict[str, Any]) -> list[str]:
-    """Return the secrets that must never be printed: keys, and passwords of databases."""
+    """Collect the secrets that must never be printed: keys, and passwords of databases."""
     found = [os.environ.get(name, "") for name in ("LORASERVE_API_KEY", "LORASERVE_ADMIN_KEY")]
     settings, _ = _settings(flags)
     urls = [flags.get("database_url"), os.environ.get("LORASERVE_DATABASE_URL")]
@@ -342,7 +342,7 @@ def _secrets(flags: dict[str, Any]) -> list[str]:
 
 
 def _passwords(url: str) -> list[str]:
-    """Return a URL's passwords, encoded and decoded.
+    """Find a URL's passwords, encoded and decoded.
 
     They are its user's, and those in PostgreSQL's options after the question mark.
     """

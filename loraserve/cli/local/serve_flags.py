@@ -73,7 +73,7 @@ VALUES = {
 }
 """Names of values in the help; those with a short choice show it."""
 _MAX_CHOICES = 60
-"""Characters of a choice that stand beside its flag; a longer one is listed after its help."""
+"""Characters of a choice that stand next to its flag; a longer one is listed after its help."""
 
 
 def takes_settings(names: Sequence[str] | None = None) -> Callable[[F], F]:

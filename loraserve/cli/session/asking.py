@@ -55,7 +55,7 @@ class Asker:
             spoken: gets the text as it comes, so that a caller that is interrupted has it.
 
         Raises:
-            NoChatTemplate: a chat was asked for, or there is a system message.
+            NoChatTemplate: a chat was requested, or there is a system message.
         """
         spoken = SpokenText() if spoken is None else spoken
         if self.is_chat is not False:
@@ -128,7 +128,7 @@ class Asker:
 
 
 def tell_answer(output: Output, answer: Answer | None) -> None:
-    """Say what the answer's headers have that its reader should know."""
+    """Show what the answer's headers have that its reader should know."""
     if answer is None:
         return
     if answer.ignored:
@@ -145,7 +145,7 @@ def tell_answer(output: Output, answer: Answer | None) -> None:
 def _split(
     fields: Mapping[str, object], known: Mapping[str, object]
 ) -> tuple[SamplingFields, Mapping[str, object] | None]:
-    """Return the fields that are the SDK's arguments, and the others for `extra_body`."""
+    """Split the fields into the SDK's arguments and the others, for `extra_body`."""
     own = {name: value for name, value in fields.items() if name not in known}
     return cast("SamplingFields", {name: value for name, value in fields.items() if name in known}), own or None
 

@@ -56,7 +56,7 @@ class SessionState:
     turns: Messages = field(default_factory=list)
 
     def messages(self, prompt: str) -> Messages:
-        """Return the conversation with a further prompt."""
+        """Join the conversation and a further prompt."""
         system = self.settings.get("system")
         first = [] if system is None else [{"role": "system", "content": str(system)}]
         return [*first, *self.turns, {"role": "user", "content": prompt}]
@@ -73,7 +73,7 @@ class SessionState:
 
 
 class Commands:
-    """Run the commands of a session. A wrong one says what is right, and changes nothing."""
+    """Run the commands of a session. A wrong one changes nothing, and shows what is right."""
 
     def __init__(self, output: Output, client: Client, conversation: SessionState) -> None:
         self._output = output
@@ -82,7 +82,7 @@ class Commands:
         self._names: tuple[str, ...] | None = None
 
     def run(self, line: str) -> bool:
-        """Run a command; return whether the session goes on."""
+        """Run a command; return whether the session continues."""
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if word in _ENDS:
@@ -107,7 +107,7 @@ class Commands:
         return True
 
     def words(self, line: str) -> Sequence[str]:
-        """Return what may stand at the end of a line that is typed."""
+        """List what may stand at the end of a line that is typed."""
         word, space, _ = line.partition(" ")
         if not space:
             return COMMANDS if line.startswith("/") else ()
@@ -119,7 +119,7 @@ class Commands:
         return ()
 
     def _models(self) -> tuple[str, ...]:
-        """Return the names of models, read once: a key that is held down asks no server."""
+        """List the names of models, read once: a key that is held down sends no request."""
         if self._names is None:
             try:
                 self._names = tuple(model.id for model in self._client.models.list())

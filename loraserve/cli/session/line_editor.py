@@ -16,7 +16,7 @@ HISTORY_VARIABLE = "LORASERVE_HISTORY"
 
 
 def history_path() -> Path | None:
-    """Return the file of earlier sessions' lines: LORASERVE_HISTORY, or the user's state folder.
+    """Choose the file of earlier sessions' lines: LORASERVE_HISTORY, or the user's state folder.
 
     None where the variable is set to nothing: then no line is kept.
     """
@@ -32,7 +32,7 @@ class LineEditor:
     """Read what a person types.
 
     Args:
-        words: returns how the word at the cursor may go on, given the line up to its end.
+        words: returns how the word at the cursor may continue, given the line up to its end.
         history: file of the lines of earlier sessions, readable by its owner alone; None: none.
     """
 
@@ -44,7 +44,7 @@ class LineEditor:
         self._num_kept = 0 if self._readline is None else self._open(self._readline)
 
     def read(self, prompt: str) -> str:
-        '''Return a line, or the lines between ``"""`` and ``"""``.
+        '''Read a line, or the lines between ``"""`` and ``"""``.
 
         Raises:
             EOFError: there is no more (Ctrl-D).
@@ -101,7 +101,7 @@ class LineEditor:
 
 
 def _readline() -> ModuleType | None:
-    """Return readline; None where Python was built without it: lines are read all the same."""
+    """Import readline; None where Python was built without it: lines are read all the same."""
     try:
         import readline
     except ImportError:

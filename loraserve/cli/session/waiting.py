@@ -1,4 +1,4 @@
-"""Say why an answer doesn't come yet: a refusal that is tried again, or weights that are loaded."""
+"""Show why an answer is late: a refusal that is tried again, or weights that are loaded."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FIRST_LOOK_S, LOOK_EVERY_S, LOOK_TIMEOUT_S = 1.5, 3.0, 2.0
 MAX_LOOKED_AT = 1000
 """Rows of the residency that a look reads at most."""
 LONG_LOAD_MS = 1000.0
-"""Time for an adapter's weights from which it is told after the answer too."""
+"""Time for an adapter's weights from which it is shown after the answer too."""
 
 
 def term_names(model: str) -> list[str]:
-    """Return the adapters that a model names, without weights: ``a+0.5*b@3`` has a and b@3."""
+    """List the adapters that a model names, without weights: ``a+0.5*b@3`` has a and b@3."""
     return [term.rpartition("*")[2].strip() for term in model.split("+")]
 
 
 class WaitTeller:
-    """Watch a request until its first token, and say on a terminal what it waits for.
+    """Watch a request until its first token, and show on a terminal what it waits for.
 
     Each look is a request of its own, on another thread, with a short timeout. A look that fails
-    says nothing: the request itself will.
+    shows nothing: the request itself will.
     """
 
     def __init__(self, output: Output, url: str | None, tenant: str | None) -> None:
@@ -41,7 +41,7 @@ class WaitTeller:
 
     @contextmanager
     def watching(self, model: str) -> Iterator[None]:
-        """Say what the block waits for, while it does."""
+        """Show what the block waits for, while it does."""
         if not sys.stderr.isatty():
             yield
             return
@@ -54,7 +54,7 @@ class WaitTeller:
                 over.set()
 
     def tell_load(self, answer: Answer | None) -> None:
-        """Say how long the request waited for weights, if that was long."""
+        """Show how long the request waited for weights, if that was long."""
         took_ms = 0.0 if answer is None else _duration_ms(answer.server_timing, "adapter")
         if took_ms >= LONG_LOAD_MS and sys.stderr.isatty():
             self._output.note(f"({took_ms / 1000:.1f} s of the wait were for the adapter's weights.)")
@@ -82,7 +82,7 @@ class WaitTeller:
 
 
 def wait_reason(model: str, rows: Sequence[AdapterResidency]) -> str:
-    """Return what a request for `model` waits for, by the versions in memory or on their way."""
+    """Describe what a request for `model` waits for, by the versions in memory or on their way."""
     names = {term.partition("@")[0] for term in term_names(model)}
     loading = [row for row in rows if row.name in names and row.tier == "loading"]
     if loading:
@@ -92,7 +92,7 @@ def wait_reason(model: str, rows: Sequence[AdapterResidency]) -> str:
 
 
 def _duration_ms(server_timing: str | None, name: str) -> float:
-    """Return the milliseconds of a part of ``Server-Timing``; 0 if it isn't there."""
+    """Read the milliseconds of a part of ``Server-Timing``; 0 if it isn't there."""
     for part in (server_timing or "").split(","):
         what, *facts = (word.strip() for word in part.split(";"))
         if what == name:

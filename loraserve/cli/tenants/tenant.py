@@ -74,7 +74,7 @@ def _set(limits: dict[str, object]) -> dict[str, object]:
 
 
 def _prices(prices: dict[str, Any] | None) -> str | None:
-    """Return ``EUR 0.50 / 0.05 / 1.50 per million``: prompt, cached, completion."""
+    """Format prices: ``EUR 0.50 / 0.05 / 1.50 per million``: prompt, cached, completion."""
     if not prices:
         return None
     own = len(prices.get("adapters") or {})
@@ -83,7 +83,7 @@ def _prices(prices: dict[str, Any] | None) -> str | None:
 
 
 def _limits(given: dict[str, str | None]) -> dict[str, int | float | None] | None:
-    """Return the limits that are given, as numbers; None if none is.
+    """Parse the limits that are given as numbers; None if none is.
 
     Raises:
         typer.BadParameter: one is no number.
@@ -101,7 +101,7 @@ def _limits(given: dict[str, str | None]) -> dict[str, int | float | None] | Non
 
 
 def _read_prices(source: str | None) -> dict[str, Any] | None:
-    """Return the price table as the server reads it; empty removes it, None leaves it as it is.
+    """Read the price table as the server reads it; empty removes it, None leaves it as it is.
 
     Raises:
         typer.BadParameter: it can't be read, or isn't a JSON object.

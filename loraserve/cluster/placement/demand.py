@@ -41,20 +41,20 @@ class DecayingCounts:
         return list(self._counts)
 
     def count(self, name: str, now_s: float) -> float:
-        """Return the name's decayed count; 0 if it was never counted, or is forgotten."""
+        """Compute the name's decayed count; 0 if it was never counted, or is forgotten."""
         return self._counts.get(name, 0.0) / self._gain(now_s)
 
     def counts(self, names: Iterable[str], now_s: float) -> list[float]:
-        """Return the names' decayed counts."""
+        """Compute the names' decayed counts."""
         worth = 1 / self._gain(now_s)
         return [self._counts.get(name, 0.0) * worth for name in names]
 
     def share(self, name: str) -> float:
-        """Return the name's part of all counts, between 0 and 1."""
+        """Compute the name's part of all counts, between 0 and 1."""
         return self._counts.get(name, 0.0) / self._total if self._total > 0 else 0.0
 
     def _gain(self, now_s: float) -> float:
-        """Return what a count of now is worth at the origin; a clock that goes back adds none."""
+        """Compute what a count of now is worth at the origin; a clock that goes back adds none."""
         age = max(0.0, now_s - self._origin_s) / self._half_life_s
         if age > 64:
             # long before a float is full: everything is scaled to a new origin

@@ -42,12 +42,12 @@ class HotVersions:
         return len(self._demand)
 
     def num_replicas(self, digest: str, num_present: int) -> int:
-        """Return on how many of the present replicas the version belongs: 1 unless it is hot."""
+        """Count the present replicas on which the version belongs: 1 unless it is hot."""
         found = self._hot.get(digest)
         return 1 if found is None else min(found.num_replicas, num_present)
 
     def all(self) -> dict[str, int]:
-        """Return the number of replicas of each hot version."""
+        """List the number of replicas of each hot version."""
         return {digest: found.num_replicas for digest, found in self._hot.items()}
 
     def record(self, digest: str, num_present: int, now_s: float) -> None:
@@ -56,7 +56,7 @@ class HotVersions:
         self._resize(digest, num_present, now_s)
 
     def refresh(self, num_present: int, now_s: float) -> None:
-        """Shrink versions that aren't asked for any more."""
+        """Shrink versions that aren't requested any more."""
         for digest in list(self._hot):
             self._resize(digest, num_present, now_s)
 
@@ -82,9 +82,9 @@ class HotVersions:
                 self._hot[digest] = _HotVersion(wanted, now_s)
 
     def _shares(self) -> tuple[float, float]:
-        """Return the shares from which on a version is hot, and up to which it is cold."""
+        """Compute the shares from which on a version is hot, and up to which it is cold."""
         policy, scale = self._policy, 1.0
         if self.num_places:
-            # a replica's requests fill at most so many places with more than this share each
+            # a replica's requests fill at most that many places with more than this share each
             scale = max(1.0, 1 / (policy.hot_memory * self.num_places * policy.hot_share))
         return scale * policy.hot_share, scale * policy.cold_share

@@ -45,7 +45,7 @@ class LoadBounds:
 class Placement:
     """Policy and the demand that it has measured, of one router. One thread at a time.
 
-    `rank` changes nothing and the same state gives the same answer; `record` says which replica
+    `rank` changes nothing and the same state gives the same answer; `record` notes which replica
     took a request. Times are seconds of any clock that doesn't go back. Several routers need no
     common state: each measures shares of its own requests, and hashing makes them agree.
     """
@@ -63,10 +63,10 @@ class Placement:
         return self._hot.all()
 
     def rank(self, request: PlacementRequest, replicas: Sequence[ReplicaView], now_s: float) -> list[str]:
-        """Return the ids of all replicas, the best for the request first; [] of none.
+        """Rank the ids of all replicas, the best for the request first; [] of none.
 
         A replica with room comes before one without. Among those with room: the version's own
-        replicas, then others that have it in memory, then the rest in the version's own order. Of
+        replicas, then others that have it in memory, then all others in the version's own order. Of
         those without room, the one with the fewest requests is first.
 
         Raises:
@@ -86,7 +86,7 @@ class Placement:
         return [replicas[place].replica_id for place in self._by_room(request, places, num_own, replicas, bounds)]
 
     def home(self, request: PlacementRequest, replicas: Sequence[ReplicaView]) -> str | None:
-        """Return the id of the replica that hashing alone gives a request; None of none."""
+        """Find the id of the replica that hashing alone gives a request; None of none."""
         if not replicas:
             return None
         return replicas[self._orders.order(_key(request), replicas)[0]].replica_id
@@ -108,7 +108,7 @@ class Placement:
     def _sort_own(
         self, request: PlacementRequest, own: list[int], replicas: Sequence[ReplicaView], bounds: LoadBounds
     ) -> list[int]:
-        """Return the version's replicas: by the prompt's prefix, or else the least loaded first."""
+        """Sort the version's replicas: by the prompt's prefix, or else the least loaded first."""
         if len(own) == 1:
             return own
         costs = {place: bounds.loads[place] + self._penalty(request, replicas[place]) for place in own}
@@ -164,7 +164,7 @@ class Placement:
         replicas: Sequence[ReplicaView],
         bounds: LoadBounds,
     ) -> list[int]:
-        """Return replicas with room before those without, each kept in order within its class."""
+        """Sort replicas with room before those without, each kept in order within its class."""
         own, in_memory, elsewhere, beyond_share, full = classes = tuple[list[int], ...]([] for _ in range(5))
         loads, given, digest = bounds.loads, bounds.given, request.digest
         for position, place in enumerate(places):
@@ -183,5 +183,5 @@ class Placement:
 
 
 def _key(request: PlacementRequest) -> str:
-    """Return what the order depends on: the version, or the tenant and prefix for the base."""
+    """Build what the order depends on: the version, or the tenant and prefix for the base."""
     return request.digest or f"{request.tenant}/{request.prefix_key}"

@@ -22,12 +22,12 @@ _MASK = _SPAN - 1
 
 
 def hash64(text: str) -> int:
-    """Return 64 bits of the text's hash, the same in every process."""
+    """Hash the text to 64 bits, the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix(key: int, other: int) -> int:
-    """Return 64 bits that depend on all bits of both (the finalizer of splitmix64)."""
+    """Mix 64 bits that depend on all bits of both (the finalizer of splitmix64)."""
     x = (key ^ (other * 0x9E3779B97F4A7C15)) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -47,7 +47,7 @@ class RendezvousOrders:
         return len(self._orders)
 
     def order(self, key: str, replicas: Sequence[ReplicaView]) -> list[int]:
-        """Return the replicas' positions in `replicas`, the key's first choice first.
+        """Sort the replicas' positions in `replicas`, the key's first choice first.
 
         Raises:
             InvariantViolation: two replicas have the same id, or one has no capacity.
@@ -68,7 +68,7 @@ class RendezvousOrders:
         return found
 
     def first(self, key: str, places: Sequence[int]) -> int:
-        """Return the key's first choice among some positions of the last `order`."""
+        """Find the key's first choice among some positions of the last `order`."""
         start = hash64(key)
         return min(places, key=lambda place: self._score(start, place))
 

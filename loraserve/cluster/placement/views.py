@@ -53,7 +53,7 @@ class ReplicaView:
         return self.running + self.waiting
 
     def tier(self, digest: Digest | None) -> Tier | None:
-        """Return where the version is; None if it has to be read from the store.
+        """Look up the tier in which the version is; None if it has to be read from the store.
 
         The base is on every device.
         """
@@ -61,7 +61,7 @@ class ReplicaView:
 
 
 def spare_places(held: Mapping[str, tuple[Collection[Digest], int]]) -> dict[str, int]:
-    """Return each replica's room for adapters: places less the adapters that no other replica has.
+    """Compute each replica's room for adapters: places less the adapters that no other replica has.
 
     Args:
         held: by replica, the digests that it has in memory and its number of places.

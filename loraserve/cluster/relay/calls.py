@@ -54,7 +54,7 @@ class ReplicaCalls:
         self._node_id: str = ray.get_runtime_context().get_node_id()
 
     async def describe(self, target: str | None = None) -> BaseSpec:
-        """Return the base that a replica serves, once there is one.
+        """Request the base that a replica serves, once there is one.
 
         Raises:
             EngineUnavailable: the target is gone, or doesn't answer.
@@ -71,11 +71,11 @@ class ReplicaCalls:
         target: str | None = None,
         limit_s: float = _CALL_S,
     ) -> m.EngineOutput:
-        """Return a replica's answer.
+        """Send a replica a message, and wait for its answer.
 
         Args:
             ref: adapter that it is about, by which the replica is chosen.
-            target: the replica to ask; None: any.
+            target: the replica to send it to; None: any.
             limit_s: seconds until it counts as away.
 
         Raises:
@@ -98,7 +98,7 @@ class ReplicaCalls:
         return reply
 
     async def ask_all(self, message: m.EngineInput, *, ref: AdapterRef | None = None) -> list[m.EngineOutput]:
-        """Return every replica's answer; those that left meanwhile have none.
+        """Send every replica a message, and collect the answers; a replica that left has none.
 
         Raises:
             LoraserveError: one's answer is an error, or there is no replica.
@@ -115,7 +115,7 @@ class ReplicaCalls:
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
     async def tell_all(self, message: m.EngineInput) -> None:
-        """Send a message to every replica; one that is lost before it gets it knows nothing."""
+        """Send a message to every replica; one that is lost before it gets it does nothing."""
         try:
             await self.ask_all(message)
         except LoraserveError as error:
@@ -143,7 +143,7 @@ class ReplicaCalls:
             response.cancel()
 
     def home(self, ref: AdapterRef | None) -> str | None:
-        """Return the machine on which alone an adapter can be loaded; None: on any.
+        """Choose the machine on which alone an adapter can be loaded; None: on any.
 
         Raises:
             AdapterUnavailable: no replica is there.
@@ -173,7 +173,7 @@ class ReplicaCalls:
             self._table.note_ended(placement.request_id)
 
     def _read(self, encoded: bytes) -> tuple[TokenOutput, ...]:
-        """Return a message's outputs."""
+        """Read a message's outputs."""
         match m.decode_output(encoded):
             case m.StepOutputs(outputs=outputs):
                 return outputs
@@ -183,7 +183,7 @@ class ReplicaCalls:
 
 
 def _remote(handle: DeploymentHandle[Any], message: bytes, placement: RoutedRequest, **arguments: str) -> Any:
-    """Return the response to a call of a replica.
+    """Call a replica.
 
     In a context of its own: Serve's router takes calls at the same time on behalf of one HTTP
     request for one and the same call, and all but the first would wait.

@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Links:
-    """Opens links and reads them; a replica ends one that has had nothing to say for a while.
+    """Opens links and reads them; a replica ends one that has had nothing to send for a while.
 
     Args:
         on_output: called with each output.
-        on_end: called with a replica and why its link has ended; None: it had nothing more to say.
+        on_end: called with a replica and why its link has ended; None: it had nothing more to send.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Links:
         self._open: set[str] = set()
 
     def has(self, replica_id: str) -> bool:
-        """Return whether there is a link to a replica, maybe one that opens."""
+        """Check whether there is a link to a replica, maybe one that opens."""
         return replica_id in self._reading
 
     def ensure(self, replica_id: str) -> None:

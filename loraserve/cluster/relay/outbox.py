@@ -52,7 +52,7 @@ class Outbox:
     async def batches(self) -> AsyncGenerator[list[bytes], None]:
         """Yield what there is as encoded messages, as often as there is something.
 
-        The first batch is empty: it says that the link is open. The last one comes when nothing
+        The first batch is empty: it confirms that the link is open. The last one comes when nothing
         has been open for a while, or the ingress has opened another link.
         """
         link = self._link = object()
@@ -67,7 +67,7 @@ class Outbox:
                 self._link = None
 
     async def _wait(self, link: object) -> bool:
-        """Return whether there is something for this link; False: it ends."""
+        """Wait until there is something for this link; False: it ends."""
         while self._link is link:
             if self._outputs:
                 return True

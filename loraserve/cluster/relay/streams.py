@@ -1,4 +1,4 @@
-"""Requests on replicas: what one has made of a request goes on at another if it is lost."""
+"""Requests on replicas: what one has made of a request continues at another if it is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 4
 """Replicas that may be lost under a request in a row, without a token, until it fails."""
 _MOVABLE = frozenset({EngineUnavailable.code, Overloaded.code})
-"""Codes with which a replica says that another should compute the request."""
+"""Codes with which a replica signals that another should compute the request."""
 _RETRY_S = 0.25
 _LAST_S = 30.0
 """Seconds in which a request's last output has to come after its replica is done with it."""
@@ -47,7 +47,7 @@ class _Attempt:
     """A request at one replica.
 
     Attributes:
-        ended: done with its last output; a `_Lost` if another replica has to go on.
+        ended: done with its last output; a `_Lost` if another replica has to continue.
     """
 
     def __init__(self, live: LiveRequest, on_began: Callable[[LiveRequest], None]) -> None:
@@ -78,7 +78,7 @@ class ReplicaStreams:
         on_began: called with a request whose first output has come, of any replica.
 
     Attributes:
-        num_replays: requests that went on at another replica, by what became of theirs: lost,
+        num_replays: requests that continued at another replica, by what became of theirs: lost,
             moved.
     """
 
@@ -101,11 +101,11 @@ class ReplicaStreams:
             attempt.lose(_Lost("it leaves"))
 
     def note_left(self, replica_id: str) -> None:
-        """Let what has no link yet to a replica that leaves go on at others."""
+        """Let what has no link yet to a replica that leaves continue at others."""
         self._links.forget(replica_id)
 
     def move(self, replica_id: str) -> None:
-        """Let what a replica still computes go on at others, at once."""
+        """Let what a replica still computes continue at others, at once."""
         for attempt in self._at(replica_id):
             attempt.lose(_Lost("it leaves", is_moved=True))
 
@@ -145,7 +145,7 @@ class ReplicaStreams:
         """Have one replica compute the request, until it ends or the replica is lost.
 
         Raises:
-            _Lost: another one has to go on.
+            _Lost: another one has to continue.
             LoraserveError: the request can't be computed anywhere.
         """
         # its own id: the replica before may still have it
@@ -189,7 +189,7 @@ class ReplicaStreams:
             attempt.take(output)
 
     def _note_link_ended(self, replica_id: str, reason: str | None) -> None:
-        """Open another link if there are requests; if it broke, let them go on elsewhere."""
+        """Open another link if there are requests; if it broke, let them continue elsewhere."""
         attempts = self._at(replica_id)
         if attempts and reason is None and replica_id in self._table.ids:
             self._links.ensure(replica_id)

@@ -1,4 +1,4 @@
-"""The replicas as one ingress knows them: what they report, and what was sent to them since."""
+"""The replicas as one ingress sees them: what they report, and what was sent to them since."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ class Member:
         return self.report is not None and self.report.status is not None
 
     def is_on(self, node_id: str | None) -> bool:
-        """Return whether it is on a machine, as far as that is asked for."""
+        """Check whether it is on a machine, as far as that is required."""
         return node_id is None or (self.report is not None and self.report.node_id == node_id)
 
     def tier(self, digest: Digest, now_s: float) -> Tier:
-        """Return where it has an adapter, or will have it soon."""
+        """Find the tier in which it has an adapter, counting loads just sent to it."""
         found = self.residency.get(digest)
         if found is not None:
             return found
@@ -150,11 +150,11 @@ class Members:
 
     @property
     def num_hot_versions(self) -> int:
-        """Versions with so many requests that they are on several replicas."""
+        """Versions whose share of the requests puts them on several replicas."""
         return len(self._placement.hot_versions)
 
     def num_open(self, replica_id: str) -> int:
-        """Return the number of this ingress' requests at a replica."""
+        """Count this ingress' requests at a replica."""
         member = self._members.get(replica_id)
         return 0 if member is None else member.num_open
 
@@ -189,7 +189,7 @@ class Members:
             self.on_change(came, left)
 
     def order(self, request: RoutedRequest) -> list[str]:
-        """Return the ids of the replicas to try for a request, the best first."""
+        """Rank the ids of the replicas to try for a request, the best first."""
         if request.target is not None:
             return [request.target] if request.target in self._members else []
         now_s = self._clock()
@@ -215,7 +215,7 @@ class Members:
             self.on_routed(request.request_id, replica_id)
 
     def place(self, request_id: RequestId) -> str | None:
-        """Return the replica that a request was sent to."""
+        """Look up the replica that a request was sent to."""
         return self._places.get(request_id)
 
     def note_ended(self, request_id: RequestId) -> None:
@@ -254,5 +254,4 @@ class Members:
 
 @cache
 def members() -> Members:
-    """Return this process' table of replicas."""
     return Members()

@@ -44,7 +44,7 @@ class RoutedRequest(Struct, frozen=True):
 
 
 def prefix_hashes(tenant: TenantId, digest: Digest | None, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return a hash of each beginning of a prompt, of its tenant and adapter, the shortest first.
+    """Hash each beginning of a prompt, of its tenant and adapter, the shortest first.
 
     A part that isn't full has none, and no more than `_MAX_PREFIXES` have one.
     """

@@ -14,7 +14,7 @@ from loraserve.cluster.routing.members import members
 from loraserve.cluster.routing.routed_request import RoutedRequest
 
 PLACEMENT = "placement"
-"""Keyword argument of a call that says what the router may know of it."""
+"""Keyword argument of a call with what the router may use of it."""
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
@@ -23,7 +23,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return one replica per rank, the best first."""
+        """Choose one replica per rank, the best first."""
         by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
         placement = _placement(pending_request)
         if placement is None:

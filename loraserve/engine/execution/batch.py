@@ -19,7 +19,7 @@ _NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class DeferredTokens(NamedTuple):
-    """Rows that wait for a token of the step in flight, which the host doesn't know yet.
+    """Rows that wait for a token of the step in flight, which the host doesn't have yet.
 
     Attributes:
         rows: [num_deferred] int64, ascending: indices into ``token_ids``, which holds 0 there.
@@ -50,12 +50,12 @@ class Batch:
         context_lens: num_entries numbers: tokens of the sequence whose KV exist after this step.
         block_tables: [num_entries, max_blocks] int32, padded with 0.
         state_slots: num_entries numbers: slots of recurrent states; None: the base has none.
-        logits_rows: [num_logits] int64, ascending: rows whose logits are wanted; of an entry with
+        logits_rows: [num_logits] int64, ascending: rows whose logits are needed; of an entry with
             proposed tokens, the last known token's row and theirs.
         logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
             reach its last token.
         pooled_rows: [num_pooled] int64, ascending: rows whose hidden states after the last norm are
-            wanted; none of them is in `logits_rows`.
+            needed; none of them is in `logits_rows`.
         pooled_ranges: each entry's range ``[start, end)`` of these rows.
         adapters: (adapter, row_start, row_end), in row order; other rows are the base's. One for
             each adapter, and one more for each of its sequences that begins with rows of the base.
@@ -84,7 +84,7 @@ def build_batch(
     handle_of: Callable[[Digest], AdapterHandle],
     previous: Batch | None = None,
 ) -> Batch:
-    """Return the step's arrays.
+    """Build the step's arrays.
 
     Args:
         handle_of: returns an adapter that some scheduled request has pinned.
@@ -128,7 +128,7 @@ def build_batch(
 def _rows(
     entries: Sequence[ScheduledRequest], tables: npt.NDArray[np.int32], block_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the position of each row, and its slot."""
+    """Compute the position of each row, and its slot."""
     num_entries = len(entries)
     starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
     counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
@@ -141,9 +141,9 @@ def _rows(
 def _single_rows(
     entries: Sequence[ScheduledRequest], block_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the same of entries with a row each.
+    """Compute the position of each row, and its slot, where each entry has one row.
 
-    Of few entries, NumPy's calls take longer than all else that is done for them.
+    With few entries, NumPy's calls take longer than all else that is done for them.
     """
     positions = [entry.start for entry in entries]
     slots = [
@@ -155,7 +155,7 @@ def _single_rows(
 def _pooled(
     entries: Sequence[ScheduledRequest], query_starts: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
-    """Return the rows that are pooled, and each entry's range of them."""
+    """Collect the rows that are pooled, and each entry's range of them."""
     if all(entry.request.pooler is None for entry in entries):
         return _NO_ROWS, [(0, 0)] * len(entries)
     pieces, ranges, count = [_NO_ROWS], [], 0
@@ -220,7 +220,7 @@ def _deferred_tokens(
 
 
 def _acting_adapter(entry: ScheduledRequest) -> str:
-    """Return the digest of the adapter that acts on some of the entry's rows.
+    """Find the digest of the adapter that acts on some of the entry's rows.
 
     Empty if none does.
     """

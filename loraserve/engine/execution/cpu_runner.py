@@ -45,7 +45,7 @@ class CpuRunner:
         return FinishedStep(results)
 
     def needs_results_first(self, request: Request) -> bool:
-        """Return whether the next token depends on the host knowing all tokens before it."""
+        """Check whether the next token depends on the host knowing all tokens before it."""
         return has_penalties(request.params) or request.probe is not None
 
     def forward(self, batch: Batch) -> Tensor:

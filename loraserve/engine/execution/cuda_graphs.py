@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """Return the sizes that decode steps are padded to, each at most twice the one before."""
+    """List the sizes that decode steps are padded to, each at most twice the one before."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 4097, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
@@ -32,9 +32,9 @@ class DecodeGraphs:
     Args:
         device: a CUDA device, or the CPU, where nothing is captured.
         sizes: batch sizes, ascending.
-        run: computes a step of so many rows, with LoRA's kernels or without, from buffers at fixed
-            addresses, and returns its logits. It doesn't wait for the device; padding rows read and
-            write nothing of others.
+        run: computes a step of that many rows, with LoRA's kernels or without, from buffers at
+            fixed addresses, and returns its logits. It doesn't wait for the device; padding rows
+            read and write nothing of others.
     """
 
     def __init__(self, device: torch.device, sizes: list[int], run: Callable[[int, bool], Tensor]) -> None:
@@ -42,7 +42,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def bucket(self, num_rows: int) -> int | None:
-        """Return the smallest size that holds so many rows; None if there is none."""
+        """Find the smallest size that holds that many rows; None if there is none."""
         index = bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
@@ -50,7 +50,7 @@ class DecodeGraphs:
         """Capture every step, largest first, so that smaller ones share its memory.
 
         Args:
-            prepare: fills the static buffers with a step of so many padding rows.
+            prepare: fills the static buffers with a step of that many padding rows.
         """
         if self._device.type != "cuda":
             return
@@ -96,7 +96,7 @@ class _Borrowed:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory that doesn't keep it from being reused.
+    """View the same memory as a tensor that doesn't keep it from being reused.
 
     Args:
         tensor: float32, contiguous, on a CUDA device.

@@ -35,7 +35,7 @@ class Top(NamedTuple):
 
 
 def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tensor) -> Top | None:
-    """Compute and send the log probabilities that the entries ask for; return None if none does."""
+    """Compute and send the log probabilities that the entries require; return None if none does."""
     counts = [entry.request.params.logprobs for entry in entries if entry.request.params.logprobs is not None]
     if not counts:
         return None
@@ -44,13 +44,13 @@ def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tenso
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned host memory, complete once everything launched so far is done."""
+    """Copy to pinned host memory, complete once everything launched so far is done."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return out.copy_(tensor, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, which nothing waits for."""
+    """Copy to the device, which nothing waits for."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 

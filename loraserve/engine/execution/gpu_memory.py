@@ -15,7 +15,7 @@ from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 
 def attention_plan(decoder: Decoder, config: EngineConfig) -> GpuAttentionPlan:
-    """Return the plan of attention for the largest step that the config allows."""
+    """Build the plan of attention for the largest step that the config allows."""
     shape = decoder.config
     return GpuAttentionPlan(
         num_heads=shape.num_heads,

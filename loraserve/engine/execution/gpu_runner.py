@@ -83,7 +83,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self, sizes: Sequence[int]) -> None:
-        """Compute steps of so many padding rows, so that no request's step waits for a compiler.
+        """Compute steps of that many padding rows, so that no request's step waits for a compiler.
 
         Triton specializes kernels for numbers that are 1 or multiples of 16.
         """
@@ -144,7 +144,7 @@ class GpuRunner:
         return self._sample(batch, sampled, logits, rows, hidden)
 
     def needs_results_first(self, request: Request) -> bool:
-        """Return whether the next token is chosen on the host, or from what a grammar allows."""
+        """Check whether the next token is chosen on the host, or from what a grammar allows."""
         return needs_host(request) or request.constraint is not None
 
     def _run_decode(self, batch: Batch, row_slots: npt.NDArray[np.int32], bucket: int) -> Tensor:
@@ -160,7 +160,7 @@ class GpuRunner:
         return self._graphs.replay(bucket, has_lora)
 
     def _decode(self, num_rows: int, with_lora: bool) -> Tensor:
-        """Compute a decode step of so many rows from what the buffers hold."""
+        """Compute a decode step of that many rows from what the buffers hold."""
         lora = self._decode_lora if with_lora else None
         inputs = self._inputs(self._decode_rows, num_rows, None, lora, lora)
         return self._decoder.forward(inputs, self._kv)
@@ -259,7 +259,7 @@ class GpuRunner:
     def _mask(
         self, entries: Sequence[ScheduledRequest], places: Sequence[int], rows: Tensor
     ) -> tuple[Tensor, dict[int, StepResult]]:
-        """Return the logits to sample from, and the results of entries without a mask.
+        """Mask the logits to sample from; return them, and the results of entries without a mask.
 
         The device computes the forward pass while the masks are waited for.
 
@@ -286,7 +286,7 @@ class GpuRunner:
 
 
 def needs_host(request: Request) -> bool:
-    """Return whether the request's tokens are chosen on the host, or in advance."""
+    """Check whether the request's tokens are chosen on the host, or in advance."""
     params = request.params
     if request.probe is not None:
         return True

@@ -15,14 +15,14 @@ from loraserve.model.inputs import PooledRows
 
 
 def pooled_rows(batch: Batch) -> PooledRows:
-    """Return the rows of a batch that pools which its last layer goes on with, on the host."""
+    """Find the rows of a pooling batch that its last layer continues with, on the host."""
     kept = np.sort(np.concatenate([batch.logits_rows, batch.pooled_rows]))
     places = (np.searchsorted(kept, rows) for rows in (batch.logits_rows, batch.pooled_rows))
     return PooledRows(*(torch.from_numpy(numbers) for numbers in (kept, *places)))
 
 
 def with_hidden(results: Sequence[StepResult], hidden: Tensor, ranges: Sequence[tuple[int, int]]) -> list[StepResult]:
-    """Return an entry's result each, with the hidden states of its pooled rows.
+    """Add the hidden states of its pooled rows to each entry's result.
 
     Args:
         hidden: [num_pooled, hidden_size], on the host.

@@ -57,7 +57,7 @@ class StepRunner(Protocol):
         ...
 
     def needs_results_first(self, request: Request) -> bool:
-        """Return whether the next token depends on the host knowing all tokens before it."""
+        """Check whether the next token depends on the host knowing all tokens before it."""
         ...
 
 
@@ -73,13 +73,13 @@ class FinishedStep:
 
 
 def kv_block_bytes(decoder: BaseModel, block_size: int) -> int:
-    """Return the bytes of one KV block: keys and values of all layers."""
+    """Compute the bytes of one KV block: keys and values of all layers."""
     num_layers, num_kv_heads, head_dim = decoder.kv_shape
     return 2 * num_layers * num_kv_heads * block_size * head_dim * decoder.kv_dtype.itemsize
 
 
 def view_kv(decoder: BaseModel, data: Tensor, block_num_bytes: int, block_size: int) -> KVTensors:
-    """Return a cache of the blocks that fit into `data`, each contiguous with all its layers.
+    """View `data` as a cache of the blocks that fit, each contiguous with all its layers.
 
     The memory isn't initialized: no slot is read before it is written.
 
@@ -102,7 +102,7 @@ def view_kv(decoder: BaseModel, data: Tensor, block_num_bytes: int, block_size: 
 
 
 def allocate_kv(decoder: BaseModel, num_blocks: int, block_size: int) -> KVTensors:
-    """Return a cache of so many blocks on the decoder's device, in memory of its own."""
+    """Allocate a cache of that many blocks on the decoder's device, in memory of its own."""
     num_bytes = kv_block_bytes(decoder, block_size)
     data = torch.empty(num_blocks * num_bytes, dtype=torch.uint8, device=decoder.device)
     return view_kv(decoder, data, num_bytes, block_size)

@@ -28,7 +28,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that chooses the token at a position of a sequence.
+    """Compute the number in [0, 1) that chooses the token at a position of a sequence.
 
     It depends on nothing else, so sampled text is the same after preemption, a crash or in another
     batch.
@@ -58,12 +58,12 @@ class Place:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens before it, as far as the host knows them."""
+        """Tokens before it, as far as the host has them."""
         return [*self.request.token_ids, *self.sampled]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Those of `token_ids` that are output."""
+        """Tokens of `token_ids` that are output."""
         return [*self.request.token_ids[self.request.num_prompt_tokens :], *self.sampled]
 
     @property
@@ -84,7 +84,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: Batch) -> list[StepResult]:
-        """Return one result per entry of the batch, in its order.
+        """Sample one result per entry of the batch, in its order.
 
         Args:
             logits: [num_logits, vocab_size] float32, split by ``batch.logits_ranges``; may be
@@ -123,15 +123,15 @@ class Sampler:
         return results
 
     def _look_at_extra(self, logits: Tensor, batch: Batch, greedy: list[int]) -> None:
-        """Find the likeliest tokens of requests that may say tokens beyond the base's."""
+        """Find the likeliest tokens of requests that may sample tokens beyond the base's."""
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             own, constraint = self._own(entry.request, logits[start:end]), entry.request.constraint
             if start < end and own.shape[1] > self._vocab_size:
-                # a grammar says nothing of rows that no token has
+                # a grammar doesn't restrict rows that no token has
                 greedy[start:end] = likeliest(own if constraint is None else own[:, : constraint.vocab_size])
 
     def _own(self, request: Request, logits: Tensor) -> Tensor:
-        """Return the columns of the tokens that a request may say.
+        """Select the columns of the tokens that a request may sample.
 
         A probe's are the base's: they are compared with the base's.
         """
@@ -142,7 +142,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_entry(self, entry: ScheduledRequest, logits: Tensor) -> StepResult:
-        """Return one entry's result.
+        """Sample one entry's result.
 
         Args:
             logits: [num_rows, vocab_size] float32, the entry's own; at least one row.
@@ -156,7 +156,7 @@ class Sampler:
     def _sample_entry(
         self, entry: ScheduledRequest, logits: Tensor, greedy: Sequence[int], start: int, end: int
     ) -> StepResult:
-        """Return the result of an entry whose rows are finite, or as many of them as are.
+        """Sample the result of an entry whose rows are finite, or as many of them as are.
 
         Rows are taken out of the tensor only where something looks at them: that costs as much as
         all else that is done for a request whose likeliest token is taken.
@@ -192,7 +192,7 @@ class Sampler:
             forced = forced_after(request, sampled)
             if forced is not None and (constraint is None or constraint.allows(forced)):
                 token_id = forced
-            # a token that was asked to be permitted is taken
+            # a token whose permission was requested is taken
             elif (constraint is not None and constraint.permitted == likeliest) or (
                 self._is_taken(request, position, likeliest) and (constraint is None or constraint.allows(likeliest))
             ):
@@ -213,12 +213,12 @@ class Sampler:
         return StepResult(tuple(sampled), None if request.params.logprobs is None else tuple(logprobs), prompt_logprobs)
 
     def _is_taken(self, request: Request, position: int, likeliest: int) -> bool:
-        """Return whether a row's likeliest token is taken if no grammar forbids it."""
+        """Check whether a row's likeliest token is taken if no grammar forbids it."""
         # the likeliest of all tokens is the likeliest of those that are allowed
         return request.takes_likeliest and likeliest not in self.end_tokens(request, position)
 
     def next_token(self, place: Place, row: Tensor) -> int:
-        """Return the token that a request without a grammar samples from one row.
+        """Sample the token of a request without a grammar from one row.
 
         Args:
             row: [vocab_size] float32, finite or -inf.
@@ -230,7 +230,7 @@ class Sampler:
         return likeliest if self._is_taken(place.request, place.position, likeliest) else self._choose(place, row)
 
     def _likeliest_allowed(self, place: Place, row: Tensor, constraint: Constraint) -> int:
-        """Return the likeliest of the tokens that a grammar allows, of which there are some."""
+        """Find the likeliest of the tokens that a grammar allows, of which there are some."""
         return constraint.likeliest(
             row[: constraint.vocab_size].numpy(), self.end_tokens(place.request, place.position)
         )
@@ -248,7 +248,7 @@ class Sampler:
         if constraint is not None:
             allowed = torch.from_numpy(constraint.allowed(self.end_tokens(request, place.position)))
             both = torch.where(allowed, chosen_from, -inf)
-            # the grammar decides where it allows none of the tokens that the request wants
+            # the grammar decides where it allows none of the tokens that the request chose
             chosen_from = both if bool((both > -inf).any()) else torch.where(allowed, row, -inf)
         row = chosen_from
         if params.temperature <= MIN_TEMPERATURE:
@@ -256,11 +256,11 @@ class Sampler:
         return draw(row, params, uniform(params.seed, place.position))
 
     def end_tokens(self, request: Request, position: int) -> list[int]:
-        """Return the tokens that the request's answer mustn't end with yet, at a position.
+        """List the tokens that the request's answer mustn't end with yet, at a position.
 
         Of a request with a grammar these are chosen where the grammar allows no others.
-        `ignore_eos` means the same there as a `min_tokens` without end: an answer can't go on after
-        its grammar has ended.
+        `ignore_eos` means the same there as a `min_tokens` without end: an answer can't continue
+        after its grammar has ended.
         """
         params, is_early = request.params, _is_too_early_to_end(request, position)
         if not is_early and not (params.ignore_eos and request.constraint is not None):
@@ -270,13 +270,13 @@ class Sampler:
 
 
 def forced_after(request: Request, sampled: Sequence[int]) -> int | None:
-    """Return the token that ends the request's reasoning, if it has to come next."""
+    """Find the token that ends the request's reasoning, if it has to come next."""
     budget = request.params.thinking
     return None if budget is None else forced_end(budget, request.token_ids, request.num_prompt_tokens, sampled)
 
 
 def forced_end(budget: ThinkingBudget, token_ids: Sequence[int], start: int, sampled: Sequence[int]) -> int | None:
-    """Return the token that has to come next, which ends the reasoning; None: any may come.
+    """Find the token that has to come next, which ends the reasoning; None: any may come.
 
     It follows from the tokens alone, so it is the same after a preemption, a replay or a proposal.
 
@@ -297,7 +297,7 @@ def forced_end(budget: ThinkingBudget, token_ids: Sequence[int], start: int, sam
 
 
 def _occurs(token_id: int, token_ids: Sequence[int], start: int) -> bool:
-    """Return whether a token is among these from `start` on, without a copy of them."""
+    """Check whether a token is among these from `start` on, without a copy of them."""
     try:
         token_ids.index(token_id, start)
     except ValueError:
@@ -306,7 +306,7 @@ def _occurs(token_id: int, token_ids: Sequence[int], start: int) -> bool:
 
 
 def _after_opener(budget: ThinkingBudget, first: Sequence[int]) -> int | None:
-    """Return the number of tokens up to the reasoning's first; None: there is no reasoning.
+    """Count the tokens up to the reasoning's first; None: there is no reasoning.
 
     Args:
         first: output's first tokens, at most `_MAX_BLANKS` + 1.
@@ -320,7 +320,7 @@ def _after_opener(budget: ThinkingBudget, first: Sequence[int]) -> int | None:
 
 
 def draw(row: Tensor, params: SamplingParams, u: float) -> int:
-    """Return the token at which the distribution's running sum passes ``u``.
+    """Find the token at which the distribution's running sum passes ``u``.
 
     Args:
         row: [vocab_size] float32 logits, penalties applied.
@@ -346,7 +346,7 @@ def draw(row: Tensor, params: SamplingParams, u: float) -> int:
 
 
 def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None, Tensor]:
-    """Return token ids (None: all, in order) and float64 probabilities, sorted if cut."""
+    """Compute token ids (None: all, in order) and float64 probabilities, sorted if cut."""
     vocab_size = scaled.shape[0]
     # float64: a running sum over a whole vocabulary must not lose the tail.
     probabilities = torch.softmax(scaled.double(), dim=0)
@@ -376,7 +376,7 @@ def wait_for_masks(entries: Sequence[ScheduledRequest]) -> None:
 
 
 def without_mask(entry: ScheduledRequest) -> StepResult | None:
-    """Return the result of an entry whose mask isn't there.
+    """Decide the result of an entry whose mask isn't there.
 
     None if it is, or if all tokens are allowed.
     """
@@ -396,9 +396,9 @@ def without_mask(entry: ScheduledRequest) -> StepResult | None:
 
 
 def _is_plain(entry: ScheduledRequest) -> bool:
-    """Return whether the entry's one row gives its likeliest token, and nothing else.
+    """Check whether the entry's one row gives its likeliest token, and nothing else.
 
-    That is so of nearly all, which needn't look at all that others may ask for.
+    That is so of nearly all, which skip everything that others may request.
     """
     request = entry.request
     params = request.params
@@ -433,7 +433,7 @@ def _apply_penalties(row: Tensor, place: Place) -> None:
 
 
 def _restrict(row: Tensor, place: Place) -> Tensor:
-    """Return the logits of the tokens that may be chosen; of others, -inf.
+    """Keep the logits of the tokens that may be chosen; set others to -inf.
 
     Bad words are ignored where no other token is left. So are the tokens that mustn't end the
     answer yet, if only they are allowed.
@@ -453,7 +453,7 @@ def _restrict(row: Tensor, place: Place) -> Tensor:
 
 
 def _bad_word_ends(bad_words: Sequence[tuple[int, ...]], output: Sequence[int]) -> list[int]:
-    """Return the tokens that would complete a bad word after the output."""
+    """List the tokens that would complete a bad word after the output."""
     longest = max((len(word) for word in bad_words), default=1) - 1
     end = tuple(output[max(0, len(output) - longest) :])
     # an output shorter than the word's beginning equals none of it
@@ -461,7 +461,7 @@ def _bad_word_ends(bad_words: Sequence[tuple[int, ...]], output: Sequence[int]) 
 
 
 def _score_prompt(entry: ScheduledRequest, logits: Tensor) -> tuple[TokenLogprobs, ...]:
-    """Return log probabilities of the prompt tokens that this step's rows predict.
+    """Compute log probabilities of the prompt tokens that this step's rows predict.
 
     The prompt's last row predicts none.
     """

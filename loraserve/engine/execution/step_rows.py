@@ -23,27 +23,27 @@ class StepRows:
         self._turn = 0
 
     def token_ids(self, count: int, sampled: Tensor) -> Tensor:
-        """Return the rows' tokens, [count] int64.
+        """Read the rows' tokens, [count] int64.
 
-        Those that the host didn't know are taken from `sampled`.
+        Those that the host didn't have are taken from `sampled`.
         """
         tokens, feeds = self._rows[0, :count], self._rows[3, :count]
         return torch.where(feeds >= 0, sampled[feeds.clamp_min(0)], tokens)
 
     def positions(self, count: int) -> Tensor:
-        """Return the rows' positions, [count] int64."""
+        """View the rows' positions, [count] int64."""
         return self._rows[1, :count]
 
     def slots(self, count: int) -> Tensor:
-        """Return the rows' KV slots, [count] int64."""
+        """View the rows' KV slots, [count] int64."""
         return self._rows[2, :count]
 
     def logits_rows(self, count: int) -> Tensor:
-        """Return the indices of the rows that need logits, [count] int64."""
+        """View the indices of the rows that need logits, [count] int64."""
         return self._rows[4, :count]
 
     def sampled(self, logits: Tensor, count: int) -> Tensor:
-        """Return the logits to sample from, [count, vocab_size]."""
+        """Select the logits to sample from, [count, vocab_size]."""
         return logits if count == logits.shape[0] else logits[self._rows[5, :count]]
 
     def fill(self, batch: Batch, places: npt.NDArray[np.int64], sampled_rows: Sequence[int], num_rows: int) -> None:

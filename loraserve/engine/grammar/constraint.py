@@ -37,7 +37,8 @@ _NUM_SLOW_MASKS = 16
 MAX_MASK_S = 0.25
 """Processor time of a mask after which the request fails."""
 TOGETHER_S = 0.0005
-"""Seconds that each of the masks computed together may take on average, beside `SLOW_MASK_S`.
+"""Seconds that each of the masks computed together may take on average, in addition to
+`SLOW_MASK_S`.
 
 If they take longer, the next ones are computed one by one, each with its own time.
 """
@@ -56,9 +57,9 @@ class Constraint:
     said yet.
 
     A lexer that is over a limit fails for all matchers that share it. So a matcher that fails is
-    made anew once, with a lexer of its own, and follows the whole output again; only what fails
-    then too ends the request. That holds ahead of the request too: what a matcher says before it is
-    asked whether it is in an error isn't used (`GrammarCursor`).
+    rebuilt once, with a lexer of its own, and follows the whole output again; only what fails then
+    too ends the request. That holds ahead of the request too: what a matcher returns before it is
+    checked for an error isn't used (`GrammarCursor`).
 
     Attributes:
         is_ready: whether the mask, or `error`, is there.
@@ -162,7 +163,7 @@ class Constraint:
 
     @property
     def permitted(self) -> int | None:
-        """A token that is allowed next, for which no mask was computed; None: the mask tells."""
+        """A token that is allowed next, for which no mask was computed; None: see the mask."""
         cursor = self._cursor
         return cursor.ahead[self._depth] if cursor is not None and len(cursor.ahead) > self._depth else None
 
@@ -204,12 +205,12 @@ class Constraint:
         Args:
             wanted: token that is taken if it is allowed; None: unknown.
 
-        Return whether it is known what is allowed there. If not, `is_ready` says when.
+        Return whether it is known what is allowed there. If not, `is_ready` shows when.
         """
         self._depth = 0
         if self._mask_depth == 0 or (wanted is not None and self.permitted == wanted):
             return True
-        # a step that wanted another token, or that looked ahead, was dropped since
+        # a step that proposed another token, or that looked ahead, was dropped since
         if self.look_ahead((), wanted):
             return True
         self.is_ready, self._is_late, self.wanted = False, True, None
@@ -217,9 +218,9 @@ class Constraint:
         return False
 
     def look_ahead(self, token_ids: Sequence[int], wanted: int | None) -> bool:
-        """Move to the place after tokens that the request may say next, on the steps' thread.
+        """Move to the place after tokens that the request may sample next, on the steps' thread.
 
-        From then on what is allowed is said of that place, until `advance`.
+        From then on what is allowed is for that place, until `advance`.
 
         Args:
             token_ids: allowed ones.
@@ -271,7 +272,7 @@ class Constraint:
         return bool(cursor.ahead) or cursor.try_token(wanted)
 
     def forced(self, count: int) -> tuple[int, ...]:
-        """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most.
+        """Find tokens that the grammar leaves no choice about, if it is fast; `count` at most.
 
         A search for them takes of the lexer's limits. A request whose lexer was once over one has
         no more searches, so that it fails only where it would without them.
@@ -329,21 +330,21 @@ class Constraint:
         return self._words
 
     def allows(self, token_id: int) -> bool:
-        """Return whether the token may come next."""
+        """Check whether the token may come next."""
         return token_id == self.permitted or (token_id < self.vocab_size and has_token(self.words, token_id))
 
     def allowed_words(self, unwanted: Sequence[int]) -> Words:
-        """Return the mask without the unwanted tokens; with them where it allows no others."""
+        """Remove the unwanted tokens from the mask; keep them where it allows no others."""
         words = self.words
         found = [token_id for token_id in unwanted if has_token(words, token_id)]
         return without(words, found) if found else words
 
     def allowed(self, unwanted: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
-        """Return [vocab_size] bool: `allowed_words`, unpacked."""
+        """Unpack `allowed_words` to [vocab_size] bool."""
         return unpacked(self.allowed_words(unwanted), self.vocab_size)
 
     def likeliest(self, logits: npt.NDArray[np.float32], unwanted: Sequence[int] = ()) -> int:
-        """Return the likeliest of the tokens that `allowed_words` allows; of equals the first.
+        """Find the likeliest of the tokens that `allowed_words` allows; of equals the first.
 
         Args:
             logits: [vocab_size].
@@ -358,7 +359,7 @@ class Constraint:
     def _run(self, work: Callable[[], None], lane: Lane) -> None:
         """Do a job's work; what it raises ends the request.
 
-        A lexer that may have failed for another request is made anew instead.
+        A lexer that may have failed for another request is rebuilt instead.
         """
         if self._is_over:
             return
@@ -380,7 +381,7 @@ class Constraint:
             self._wake()
 
     def _may_restart(self) -> bool:
-        """Forget the lexer that failed; return whether to go on with another.
+        """Forget the lexer that failed; return whether to continue with another.
 
         Not if one of the request's own failed after the same output.
         """
@@ -426,7 +427,7 @@ class Constraint:
 
         A mask isn't needed where the wanted token is allowed. The matcher consumes it at once, and
         looks at its tables, which no cache holds after a forward pass, once for both. All cores
-        share the rest, whose times can't be told apart.
+        share the rest, whose times can't be measured apart.
         """
         live = [mask for mask in masks if not mask._is_over]
         grammars = {id(mask._compiled): mask._compiled for mask in live if mask._compiled is not None}

@@ -20,7 +20,7 @@ class Constraints:
 
     Args:
         wake: called on a thread when a request that no step computes has its mask.
-        are_beside_steps: whether masks are computed beside forward passes, or between them; as
+        are_beside_steps: whether masks are computed during forward passes, or between them; as
             `MaskThreads`.
     """
 
@@ -39,7 +39,7 @@ class Constraints:
         self._num_live = self._num_failures = 0
 
     def begin(self, params: SamplingParams, token_ids: Sequence[int], tenant: TenantId) -> Constraint:
-        """Return the constraint of a request with so much output already; it isn't ready yet."""
+        """Begin the constraint of a request with that much output already; it isn't ready yet."""
         if self._threads is None:
             self._threads = MaskThreads(are_beside_steps=self._are_beside_steps)
         self._num_live += 1
@@ -64,7 +64,6 @@ class Constraints:
         self._num_failures += constraint.error is not None
 
     def stats(self) -> dict[str, Any]:
-        """Return the fields of EngineStats."""
         cache, threads = self._cache, self._threads
         return {
             "num_constrained": self._num_live,

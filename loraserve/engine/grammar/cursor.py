@@ -1,4 +1,4 @@
-"""Follow tokens with a matcher, also such as a request may say next, and go back."""
+"""Follow tokens with a matcher, also those that a request may sample next, and go back."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class MatcherFailed(Exception):
-    """Report that a matcher, or the lexer that it shares, can't go on."""
+    """Report that a matcher, or the lexer that it shares, can't continue."""
 
 
 Failure = MatcherFailed | GrammarDeadEnd
 
 
 class GrammarCursor:
-    """A matcher that may be ahead of what its request has said.
+    """A matcher that may be ahead of its request's output.
 
     A matcher in an error allows the end-of-text token alone, as a complete answer's does. So each
-    method asks it whether it is in one before it says what is allowed, and raises then: a cursor
+    method checks whether it is in one before it returns what is allowed, and raises then: a cursor
     that has raised follows nothing more.
 
-    Whoever calls it holds the lock of its grammar.
+    The caller holds the lock of its grammar.
 
     Attributes:
         matcher: llguidance's.
@@ -45,7 +45,7 @@ class GrammarCursor:
         self.ahead: list[int] = []
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Consume tokens that the request has said, while none is ahead.
+        """Consume tokens of the request's output, while none is ahead.
 
         Raises:
             MatcherFailed: the grammar forbids one of them, or the matcher is over a limit.
@@ -55,7 +55,7 @@ class GrammarCursor:
         self.num_said += len(token_ids)
 
     def settle(self, token_ids: Sequence[int]) -> None:
-        """Note what the request has said next, as far as it is ahead; forget the rest.
+        """Note the request's next tokens, as far as it is ahead; forget the rest.
 
         Raises:
             MatcherFailed: it can't go back.
@@ -84,7 +84,7 @@ class GrammarCursor:
         """Be ahead by one more token, if the grammar allows it; return whether it does.
 
         Raises:
-            MatcherFailed: the matcher can't tell.
+            MatcherFailed: the matcher can't decide.
         """
         if self.matcher.try_consume_tokens([token_id]) != 1:
             self.ask()
@@ -93,7 +93,7 @@ class GrammarCursor:
         return True
 
     def forced(self, count: int) -> tuple[int, ...]:
-        """Return the tokens that the grammar leaves no choice about, `count` at most.
+        """Find the tokens that the grammar leaves no choice about, `count` at most.
 
         Other tokens may have the same text. A copy of the matcher looks for them, 30 µs for each
         thousand tokens of the answer: llguidance leaves the bytes that it finds in the matcher,
@@ -112,13 +112,13 @@ class GrammarCursor:
 
         Raises:
             GrammarDeadEnd: none is.
-            MatcherFailed: the matcher can't tell.
+            MatcherFailed: the matcher can't decide.
         """
         self.matcher.unsafe_compute_mask_ptr(buffer.ctypes.data, buffer.nbytes)
         self.ask()
 
     def ask(self) -> None:
-        """Ask the matcher whether what it says holds.
+        """Check that the matcher's result holds.
 
         Raises:
             GrammarDeadEnd: the grammar allows nothing after what it has consumed.
@@ -128,7 +128,7 @@ class GrammarCursor:
             raise self.failure()
 
     def failure(self) -> Failure:
-        """Return the error that the matcher is in."""
+        """Convert the matcher's message to the error that it is in."""
         message = self.matcher.get_error()
         return dead_end_error() if is_dead_end(message) else MatcherFailed(message)
 
@@ -143,7 +143,7 @@ class GrammarCursor:
 def consume_together(
     executor: LLExecutor, behind: Sequence[tuple[GrammarCursor, Sequence[int]]]
 ) -> list[Failure | None]:
-    """Consume tokens that several requests have said, as `GrammarCursor.consume` does for one.
+    """Consume tokens of several requests' output, as `GrammarCursor.consume` does for one.
 
     Return for each the error that its matcher is in, if it is.
     """
@@ -171,7 +171,7 @@ def compute_masks_together(
 ) -> list[Failure | None]:
     """Write which tokens are allowed next, as `GrammarCursor.compute_mask` does for one.
 
-    Return for each the error that its matcher is in, if it is: its row says nothing then.
+    Return for each the error that its matcher is in, if it is: its row is meaningless then.
 
     Args:
         rows: [len(cursors), words of a mask]; written.
@@ -182,7 +182,7 @@ def compute_masks_together(
 
 
 def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Count the tokens that both begin with."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

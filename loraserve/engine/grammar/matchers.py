@@ -31,7 +31,8 @@ class CompiledGrammar:
 
     Attributes:
         origin: a matcher at the grammar's beginning, to copy.
-        vocab_size: tokens that may be said: the logits' width, or more by a version's own tokens.
+        vocab_size: tokens that may be sampled: the logits' width, or more by a version's own
+        tokens.
         mask_num_words: words of 32 bits of a matcher's mask: a bit for each token of tokenizer or
             logits.
         lock: held while a matcher works. The shared lexer has a lock of its own, which would be
@@ -47,7 +48,7 @@ class CompiledGrammar:
     is_slow: bool = False
 
     def new_matcher(self) -> LLMatcher:
-        """Return another matcher at the grammar's beginning. It takes microseconds."""
+        """Copy a matcher at the grammar's beginning. It takes microseconds."""
         with self.lock:
             return self.origin.deep_copy()
 
@@ -92,7 +93,7 @@ class MatcherCache:
         return self._compile_s.histogram
 
     def executor(self, num_lexers: int) -> LLExecutor:
-        """Return threads that follow several matchers at once, without the interpreter's lock.
+        """Provide threads that follow several matchers at once, without the interpreter's lock.
 
         They are no more than the lexers: threads would wait for each other at one lexer's lock.
         """
@@ -105,7 +106,7 @@ class MatcherCache:
             return self._executors[num_threads]
 
     def get(self, tenant: str, grammar: str, num_bytes: int = 0, *, tokenizer: str = "") -> CompiledGrammar:
-        """Return the tenant's compiled grammar, which is compiled now if it isn't there.
+        """Look up the tenant's compiled grammar, which is compiled now if it isn't there.
 
         Args:
             num_bytes: what it takes, as measured before; 0: unknown.

@@ -1,4 +1,4 @@
-"""Threads that compute masks beside or between forward passes, and the steps' wait for them."""
+"""Threads that compute masks during or between forward passes, and the steps' wait for them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class JobTurns:
             self._changed.notify()
 
     def get(self) -> Job | None:
-        """Return the next job, once there is one; None once the queue is closed and empty."""
+        """Wait for the next job; None once the queue is closed and empty."""
         with self._changed:
             while not self._jobs:
                 if self._is_closed:
@@ -96,7 +96,7 @@ class Mask(Protocol):
     is_ready: bool
 
     def note_late(self) -> None:
-        """Note that a step goes on without it."""
+        """Note that a step continues without it."""
 
 
 class Gathered(Protocol):
@@ -119,13 +119,13 @@ class Gathered(Protocol):
 class MaskThreads:
     """Run jobs on the threads of their lane. The steps' thread alone submits, waits and counts.
 
-    Where a device computes the steps, masks are computed beside them. Where the processor's own
+    Where a device computes the steps, masks are computed during them. Where the processor's own
     cores do, masks are gathered until a forward pass is over, and then computed together: the
     tokens' tree stays in the cores' caches from the first to the last, and none takes a core from
     the step's threads.
 
     Args:
-        are_beside_steps: whether masks are computed beside steps, and never gathered.
+        are_beside_steps: whether masks are computed during steps, and never gathered.
 
     Attributes:
         num_late: masks that a step didn't wait for.
@@ -187,7 +187,7 @@ class MaskThreads:
             self._fast.put(self._run_released)
 
     def wait(self, masks: Sequence[Mask], patience_s: float = MASK_PATIENCE_S) -> None:
-        """Return once every mask is there, or after `patience_s`; note those that are late."""
+        """Wait for every mask, but at most `patience_s`; note those that are late."""
         started_s = time.monotonic()
         self._follow_at_once()
         self.release()

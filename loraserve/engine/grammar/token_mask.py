@@ -19,7 +19,7 @@ vocabulary of 32,768 takes 28.
 
 
 def cut(words: Words, vocab_size: int) -> Words:
-    """Return a mask's words without those of tokens that the logits lack; clear their bits.
+    """Cut a mask's words to the tokens that the logits have; clear the bits beyond.
 
     Args:
         words: a bit for each token of tokenizer or logits, whichever are more; written.
@@ -32,12 +32,12 @@ def cut(words: Words, vocab_size: int) -> Words:
 
 
 def has_token(words: Words, token_id: int) -> bool:
-    """Return whether the mask allows a token."""
+    """Check whether the mask allows a token."""
     return bool(words[token_id >> 5] >> (token_id & 31) & 1)
 
 
 def without(words: Words, token_ids: list[int]) -> Words:
-    """Return the mask without some tokens; with them where it allows no others."""
+    """Remove some tokens from the mask; keep them where it allows no others."""
     rest = words.copy()
     for token_id in token_ids:
         rest[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
@@ -45,13 +45,13 @@ def without(words: Words, token_ids: list[int]) -> Words:
 
 
 def unpacked(words: Words, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Return [vocab_size] bool: whether each token is allowed."""
+    """Unpack the words to [vocab_size] bool: whether each token is allowed."""
     bits = np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 
 
 def likeliest(words: Words, logits: npt.NDArray[np.float32]) -> int:
-    """Return the likeliest of the allowed tokens; of equals the first.
+    """Find the likeliest of the allowed tokens; of equals the first.
 
     Args:
         logits: [vocab_size].

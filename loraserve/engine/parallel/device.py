@@ -74,7 +74,7 @@ class GroupDevice:
         self._placed: dict[AdapterHandle, tuple[int, AdapterParts]] = {}
 
     def number(self, handle: AdapterHandle) -> int:
-        """Return what ranks call an adapter that is placed.
+        """Look up the number by which ranks identify an adapter that is placed.
 
         Raises:
             InvariantViolation: it isn't.

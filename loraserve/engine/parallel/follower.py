@@ -1,4 +1,4 @@
-"""A rank above 0: load a part of the base, then do in order what rank 0 says, until it ends.
+"""A rank above 0: load a part of the base, then execute rank 0's messages in order, until it ends.
 
     python -m loraserve.engine.parallel.follower DESCRIPTOR COUNTS RANK STORE ENGINE_PID < CONFIG
 
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Follower:
-    """Do what rank 0 says, in order, on one thread."""
+    """Execute rank 0's messages, in order, on one thread."""
 
     def __init__(self, decoder: Decoder, member: GroupMember, connection: Connection) -> None:
         self._decoder, self._pipe, self._connection = decoder, member.pipe, connection
@@ -45,7 +45,7 @@ class Follower:
         self._adapters: dict[int, PackedAdapter] = {}
 
     def run(self) -> None:
-        """Return once rank 0 says so, or has ended."""
+        """Run until rank 0 stops this rank, or has ended."""
         while True:
             try:
                 message = m.decode_to_rank(self._connection.recv_bytes())
@@ -56,7 +56,7 @@ class Follower:
             self.handle(message)
 
     def handle(self, message: m.ToRank) -> None:
-        """Do what one message says."""
+        """Execute one message."""
         from loraserve.engine.parallel.part_memory import map_part
         from loraserve_kernels.ops import prepare_adapters
 

@@ -1,4 +1,4 @@
-"""Rank 0's steps: told to all ranks, computed with them, sampled here."""
+"""Rank 0's steps: sent to all ranks, computed with them, sampled here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
-    """Register that knows adapters by the numbers that ranks have for them."""
+    """Register of adapters by the numbers that ranks have for them."""
 
     def number(self, handle: AdapterHandle) -> int: ...
 
@@ -30,7 +30,7 @@ class Numbered(Protocol):
 class GroupForward:
     """Forward passes with all ranks.
 
-    All micro-batches of a step are told to all ranks before the first one is awaited: while this
+    All micro-batches of a step are sent to all ranks before the first one is awaited: while this
     process, of the last stage, computes one, the stage before computes the next.
 
     Args:
@@ -46,7 +46,7 @@ class GroupForward:
         self.num_micro_batches = 0
 
     def __call__(self, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
-        """Return what `Decoder.forward_pooled` does."""
+        """Compute what `Decoder.forward_pooled` does."""
         pipe = self._pipe
         if pipe is None:
             self._send(step_message(inputs, self._adapters))
@@ -54,7 +54,7 @@ class GroupForward:
             return self._decoder.forward_pooled(inputs, kv)
         parts = cut_step(inputs, pipe.size)
         width = self._decoder.config.hidden_size
-        # before other ranks are told of them: what they send is received while this one sends
+        # before other ranks are notified of them: what they send is received while this one sends
         arrivals = [pipe.expect(part.token_ids.shape[0], width) for part in parts]
         for part in parts:
             self._send(step_message(part, self._adapters))
@@ -85,7 +85,7 @@ class GroupRunner(CpuRunner):
 
         Raises:
             DeviceLost: the step failed on one. The others wait within it, and no step can follow:
-                the group is started anew.
+                the group is restarted.
         """
         try:
             with torch.inference_mode():
@@ -96,7 +96,7 @@ class GroupRunner(CpuRunner):
 
 
 def step_message(inputs: ModelInputs, adapters: Numbered) -> ComputeStep:
-    """Return what tells other ranks of a step."""
+    """Build the message that announces a step to other ranks."""
     rows, pooled = inputs.logits_rows, inputs.pooled
     segments = () if inputs.lora is None else inputs.lora.segments
     return ComputeStep(

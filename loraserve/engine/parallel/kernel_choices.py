@@ -50,7 +50,7 @@ def choose_alone() -> None:
 
 
 def chosen_kernels() -> list[KernelChoice]:
-    """Return the kernels that this process computes linears with on a CPU."""
+    """List the kernels that this process computes linears with on a CPU."""
     return [
         KernelChoice(format, out_features, in_features, one.name, one.kernel, one.instructions)
         for format, out_features, in_features, one in chooser().taken()

@@ -120,7 +120,7 @@ class Loaded(Struct, frozen=True, tag="loaded"):
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """The rank can't go on, and ends.
+    """The rank can't continue, and ends.
 
     Attributes:
         code: of the error; empty for one that isn't ours.
@@ -139,15 +139,14 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 
 def encode(message: ToRank | FromRank) -> bytes:
-    """Return a message's bytes."""
     return _encoder.encode(message)
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Return a message of rank 0."""
+    """Decode a message of rank 0."""
     return _to_rank.decode(data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """Return a message of another rank."""
+    """Decode a message of another rank."""
     return _from_rank.decode(data)

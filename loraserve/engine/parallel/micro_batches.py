@@ -19,7 +19,7 @@ MIN_ROWS = 4
 
 
 def cut_step(inputs: ModelInputs, max_count: int) -> list[ModelInputs]:
-    """Return a step's rows in at most so many micro-batches, in order, of about equal rows."""
+    """Cut a step's rows into at most that many micro-batches, in order, of about equal rows."""
     starts = inputs.query_starts
     num_rows, num_sequences = starts[-1], len(starts) - 1
     count = min(max_count, num_sequences, num_rows // MIN_ROWS)
@@ -38,7 +38,7 @@ def cut_step(inputs: ModelInputs, max_count: int) -> list[ModelInputs]:
 
 
 def _part(inputs: ModelInputs, first: int, last: int) -> ModelInputs:
-    """Return these sequences of a step."""
+    """Slice these sequences out of a step."""
     start, end = inputs.query_starts[first], inputs.query_starts[last]
     return ModelInputs(
         token_ids=inputs.token_ids[start:end],
@@ -74,6 +74,6 @@ def _pooled(pooled: PooledRows, start: int, end: int) -> PooledRows:
 
 
 def _within(numbers: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return the numbers of a range, counted from its start. They ascend."""
+    """Select the numbers of a range, counted from its start. They ascend."""
     first, last = torch.searchsorted(numbers, torch.tensor([start, end])).tolist()
     return numbers[first:last] - start

@@ -54,11 +54,11 @@ class PartMemory:
             os.close(fd)
 
     def region(self, rank: int) -> RegionWriter:
-        """Return what allocates a rank's arrays."""
+        """Build what allocates a rank's arrays."""
         return RegionWriter(self._pages, self._starts[rank])
 
     def hold_message(self, number: int, rank: int, part: PackedAdapter) -> HoldAdapter:
-        """Return what tells a rank to map its part."""
+        """Build the message by which a rank maps its part."""
         start = self._starts[rank]
         base = _address(self._pages) + start
 
@@ -87,7 +87,7 @@ class RegionWriter:
         self._pages, self._next = pages, start
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return so many zeros."""
+        """Allocate that many zeros."""
         if not count:
             return torch.empty(0, dtype=dtype)
         tensor = torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._next)
@@ -96,7 +96,7 @@ class RegionWriter:
 
 
 def map_part(message: HoldAdapter, module_shapes: dict[str, tuple[int, int]]) -> PackedAdapter:
-    """Return a rank's part of an adapter, in memory that it shares with rank 0.
+    """Map a rank's part of an adapter, in memory that it shares with rank 0.
 
     Raises:
         OSError: the memory is gone.

@@ -42,12 +42,12 @@ class RankCounts:
         )
 
     def row(self, rank: int) -> npt.NDArray[np.float64]:
-        """Return where a rank counts."""
+        """Look up the row in which a rank counts."""
         row: npt.NDArray[np.float64] = self._rows[rank]
         return row
 
     def read(self, num_ranks: int) -> tuple[RankTraffic, ...]:
-        """Return the counts of the first ranks."""
+        """Read the counts of the first ranks."""
         return tuple(
             RankTraffic(
                 sum_s=float(row[SUM_S]),
@@ -59,7 +59,7 @@ class RankCounts:
         )
 
     def num_moves(self) -> int:
-        """Return the marks of progress that all ranks but this one have reached; it only grows."""
+        """Sum the marks of progress that all ranks but this one have reached; it only grows."""
         return int(self._rows[1:, MOVES].sum())
 
     def close(self) -> None:

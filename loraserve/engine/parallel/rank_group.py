@@ -1,4 +1,4 @@
-"""The processes that share a base with this one: started, told what to do, watched."""
+"""The processes that share a base with this one: started, commanded, watched."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class RankGroup:
         held: torch.dtype | None,
         client: ArenaClient,
     ) -> tuple[GroupRunner, GroupDevice]:
-        """Return what computes steps and holds adapters on all ranks, once each has its part.
+        """Build what computes steps and holds adapters on all ranks, once each has its part.
 
         The ranks are watched from now on: one that ends ends this process.
 
@@ -134,7 +134,7 @@ class RankGroup:
         return GroupRunner(decoder, kv, self._forward), device
 
     def stats(self) -> dict[str, Any]:
-        """Return the ranks' fields of EngineStats."""
+        """Collect the ranks' fields of EngineStats."""
         count = 0 if self._forward is None else self._forward.num_micro_batches
         return {"ranks": self._counts.read(self.size), "num_micro_batches": count}
 
@@ -194,7 +194,7 @@ class RankGroup:
                 process.stdin.close()
 
     def _share(self, facts: PartFacts) -> list[PartFacts]:
-        """Return what each rank has read of the base, in the order of their stages."""
+        """Collect what each rank has read of the base, in the order of their stages."""
         self._progress.begin("waiting for the other ranks' parts of the base")
         loaded = self._expect(m.PartLoaded)
         # for the engine after this one, whose stages may need them first
@@ -210,7 +210,7 @@ class RankGroup:
         return [*parts[self.grid.tensor :], *parts[: self.grid.tensor]]
 
     def _check_alive(self) -> None:
-        """Return if no rank has ended.
+        """Raise an error if a rank has ended.
 
         Raises:
             LoraserveError: one has; the message says which.
@@ -225,7 +225,7 @@ class RankGroup:
             self._progress.tick()
 
     def _raise_ended(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> NoReturn:
-        """Raise what a rank said at its end, or that it ended."""
+        """Raise what a rank reported at its end, or that it ended."""
         message: m.FromRank | None = None
         with suppress(EOFError, OSError):
             while not isinstance(message, m.Failed) and connection.poll(0):
@@ -301,7 +301,7 @@ def _end(code: int) -> str:
 
 
 def _work_of(pid: int) -> str:
-    """Return the processor time of a process, as the system counts it; empty where it doesn't."""
+    """Read the processor time of a process, as the system counts it; empty where it doesn't."""
     try:
         fields: Sequence[str] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What may be proposed for one request, and how often it was right."""
+"""Proposals for one request, and how often they were right."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Rate:
         return (self.accepted + self.prior * PRIOR_WEIGHT) / (self.verified + PRIOR_WEIGHT)
 
     def expected(self, count: int) -> float:
-        """Return how many of so many proposed tokens are expected to be right."""
+        """Compute how many of that many proposed tokens are expected to be right."""
         rate = gain = self.value
         total = 0.0
         for _ in range(count):
@@ -82,7 +82,7 @@ class Rate:
         self.num_unmade += 1
 
     def note(self, num_proposed: int, num_accepted: int) -> None:
-        """Note a proposal's result. Tokens after a wrong one say nothing."""
+        """Note a proposal's result. Tokens after a wrong one prove nothing."""
         num_verified = min(num_proposed, num_accepted + 1)
         decay = _DECAY**num_verified
         self.accepted = self.accepted * decay + num_accepted
@@ -107,7 +107,7 @@ class Rates:
         self._rates = {length: _first_rate(length, parent) for length in (*MATCH_LENGTHS, DRAFTED, FORCED)}
 
     def of(self, length: int) -> Rate:
-        """Return the rate of matches of one length, or of what is `DRAFTED` or `FORCED`."""
+        """Look up the rate of matches of one length, or of what is `DRAFTED` or `FORCED`."""
         return self._rates[length]
 
     def note(self, length: int, num_proposed: int, num_accepted: int) -> None:
@@ -141,7 +141,7 @@ class Draft:
     _num_skipped: int = 0
 
     def is_due(self) -> bool:
-        """Return whether to look for matches in this step: not in each, if all were fruitless."""
+        """Decide whether to look for matches in this step: not in each, if all were fruitless."""
         interval = min(MAX_INTERVAL, 1 << self._num_fruitless // FRUITLESS_LOOKUPS)
         self._num_skipped += 1
         if self._num_skipped < interval:
@@ -155,7 +155,7 @@ class Draft:
         self._num_fruitless = 0
 
     def find(self, history: TokenIndex | None) -> tuple[Match, TokenIndex] | None:
-        """Return the longest match of the request's last tokens, its own before another's."""
+        """Find the longest match of the request's last tokens, its own before another's."""
         token_ids = self.request.token_ids
         if self._num_indexed < len(token_ids):
             self.index.add(token_ids[max(self._num_indexed, len(token_ids) - MAX_OWN_TOKENS) :])

@@ -1,4 +1,4 @@
-"""A small base that says what the large one probably says next."""
+"""A small base that proposes what the large one probably samples next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.types import BaseSpec
 
 MAX_CATCH_UP = 256
-"""Rows of the draft base's first pass in a step, at most: a prompt that it doesn't know yet is
+"""Rows of the draft base's first pass in a step, at most: a prompt that it hasn't read yet is
 computed in several steps, so that others' next tokens don't wait for all of it.
 """
 
@@ -38,7 +38,7 @@ class _Seat:
     guessed: tuple[int, ...] = ()
 
     def num_computed_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many of a request's first tokens have keys and values.
+        """Count a request's first tokens that have keys and values.
 
         Guesses that were right have. The last token always has to be computed, since the next one
         is sampled from its row.
@@ -53,11 +53,11 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class Drafted:
-    """A request that tokens are drafted for: what is computed of it, and what was said.
+    """A request that tokens are drafted for: what is computed of it, and what was proposed.
 
     Attributes:
         rows: tokens to compute in the next pass, the first of which is at `start`.
-        goal: number of tokens that are wanted.
+        goal: number of tokens to draft.
     """
 
     request: Request
@@ -102,7 +102,7 @@ class DraftBase:
         self._seats: dict[Request, _Seat] = {}
 
     def max_count(self, request: Request) -> int:
-        """Return how many tokens can be drafted for a request.
+        """Compute how many tokens can be drafted for a request.
 
         None, if it is too long, or its adapter has tokens that the large base lacks.
         """
@@ -111,7 +111,7 @@ class DraftBase:
         return max(0, self.max_tokens - len(request.token_ids))
 
     def num_behind(self, request: Request) -> int:
-        """Return how many of a request's tokens must be computed before one can be proposed."""
+        """Count a request's tokens that must be computed before one can be proposed."""
         seat = self._seats.get(request)
         return len(request.token_ids) - (0 if seat is None else seat.num_computed_tokens(request.token_ids))
 
@@ -120,7 +120,7 @@ class DraftBase:
 
         Args:
             requests: `DRAFT_SEQUENCES` at most.
-            counts: tokens that are wanted of each.
+            counts: tokens to draft for each.
         """
         drafted = []
         room = MAX_CATCH_UP
@@ -169,9 +169,9 @@ class DraftBase:
 
     @torch.inference_mode()
     def advance(self, drafted: Sequence[Drafted]) -> list[Drafted]:
-        """Compute the next pass: let each request say one more token.
+        """Compute the next pass: draft one more token for each request.
 
-        Return those that go on: they want more tokens, and know what they have said.
+        Return those that continue: they need more tokens, and have their last one.
         """
         parts = [(one.seat.number, one.start, one.rows) for one in drafted]
         logits = self._decoder.forward(self._inputs(parts), self._kv)
@@ -196,7 +196,7 @@ class DraftBase:
         return going
 
     def _inputs(self, parts: Sequence[tuple[int, int, list[int]]]) -> ModelInputs:
-        """Return a pass's rows.
+        """Build a pass's rows.
 
         Args:
             parts: seats, and the tokens that each computes from a position on.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_DRAFT_REQUESTS = 2
-"""Requests of a step beyond which a server doesn't ask the draft base.
+"""Requests of a step beyond which a server doesn't use the draft base.
 
 A busy machine's figures with four were 0.97 to 1.18 times the tokens per second for one that was
 right four times in five, and 0.71 to 0.79 for one that never was.
@@ -28,7 +28,7 @@ right four times in five, and 0.71 to 0.79 for one that never was.
 MAX_DRAFTED = 8
 """Tokens that the draft base proposes for a request in a step, at most."""
 GAIN_PER_REQUEST = 0.05
-"""Gain that each further request of a step adds to the one from which on the draft base is asked.
+"""Gain that each further request of a step adds to the one from which on the draft base is used.
 
 With four, a draft base that was right four times in five gained nothing where 10% were expected.
 """
@@ -71,10 +71,10 @@ class DraftCandidate:
 
 
 class Drafting:
-    """Ask the draft base where that is expected to give more tokens per second than anything else.
+    """Use the draft base where that is expected to give more tokens per second than anything else.
 
     A pass of it takes what passes took before; each token that it proposes for some requests takes
-    one, and the step a row for each of them. The rates say how many are expected to be right.
+    one, and the step a row for each of them. The rates predict how many are expected to be right.
 
     Attributes:
         seconds: spent in the draft base.
@@ -86,7 +86,7 @@ class Drafting:
         """Begin without requests, and measure what the draft base takes.
 
         Args:
-            max_requests: requests of a step beyond which it isn't asked; None: there may be as many
+            max_requests: requests of a step beyond which it isn't used; None: there may be as many
                 as pay.
         """
         self.seconds = 0.0
@@ -106,17 +106,17 @@ class Drafting:
             self._costs.note(num_sequences * num_rows, self._clock() - started)
 
     def takes(self, num_requests: int) -> bool:
-        """Return whether the draft base may be asked in a step of so many requests."""
+        """Check whether the draft base may be used in a step of that many requests."""
         return not self._is_broken and (self._max_requests is None or num_requests <= self._max_requests)
 
     def needs_plain_step(self, costs: StepCosts, num_requests: int) -> bool:
-        """Return whether a step must have no proposals, to know what others are compared with."""
+        """Decide whether a step must have no proposals, to measure the time to compare with."""
         return self.takes(num_requests) and not costs.is_sure(
             num_requests, min_count=MIN_PLAIN_STEPS, max_age=MAX_PLAIN_AGE
         )
 
     def max_count(self, request: Request) -> int:
-        """Return how many tokens a request may have: none, if the draft base can't read it."""
+        """Compute how many tokens a request may have: none, if the draft base can't read it."""
         return min(MAX_DRAFTED, self._base.max_count(request))
 
     def forget(self, request: Request) -> None:
@@ -133,10 +133,10 @@ class Drafting:
         room: int,
         min_gain: float,
     ) -> list[Proposal]:
-        """Return a step's proposals, with the draft base's in the place of some that were found.
+        """Choose a step's proposals, with the draft base's in the place of some that were found.
 
         Args:
-            chosen: what was found in texts, and is made if the draft base isn't asked.
+            chosen: what was found in texts, and is made if the draft base isn't used.
             costs: what steps take.
             room: rows that the step has for proposed tokens.
             min_gain: tokens per second with proposals, by those without, that are the least.
@@ -174,7 +174,7 @@ class Drafting:
         room: int,
         min_gain: float,
     ) -> tuple[list[DraftCandidate], int]:
-        """Return the candidates that the draft base is asked for, and how many tokens of each."""
+        """Choose the candidates that the draft base drafts for, and how many tokens of each."""
         num_tokens = num_requests + sum(one.rate.expected(len(one.token_ids)) for one in chosen)
         num_rows = num_requests + sum(len(one.token_ids) for one in chosen)
         min_gain += GAIN_PER_REQUEST * (num_requests - 1)
@@ -184,7 +184,7 @@ class Drafting:
             # not even its first pass, whose tokens are the likeliest, would pay
             return [], 0
         asked = [one for _, one in sorted(rates, key=lambda pair: -pair[0])[:DRAFT_SEQUENCES]]
-        # tokens and rows of the first ones together, by the tokens that each is asked for
+        # tokens and rows of the first ones together, by the tokens that each is drafted for
         tokens, rows = [num_tokens] * (MAX_DRAFTED + 1), [num_rows] * (MAX_DRAFTED + 1)
         best_asked, best_count = 0, 0
         seconds = 0.0
@@ -210,7 +210,7 @@ class Drafting:
         return asked[:best_asked], best_count
 
     def _catch_up_s(self, request: Request) -> float:
-        """Return what reading a request's new text takes, spread over what it may still say."""
+        """Estimate what reading a request's new text takes, spread over its remaining tokens."""
         # the last two are a pass like any other
         num_rows = self._base.num_behind(request) - 2
         if num_rows <= 0:
@@ -219,7 +219,7 @@ class Drafting:
         return num_rows * self._costs.of(MAX_ROWS) / MAX_ROWS / max(1, min(num_left, PAYBACK_TOKENS))
 
     def _ask(self, asked: Sequence[DraftCandidate], count: int) -> dict[int, tuple[int, ...]]:
-        """Return what the draft base says, by the number of the entry."""
+        """Draft tokens with the draft base, by the number of the entry."""
         going = drafted = self._base.begin([one.request for one in asked], [min(count, one.max_count) for one in asked])
         while going:
             num_rows, started = sum(len(one.rows) for one in going), self._clock()
@@ -229,7 +229,7 @@ class Drafting:
         return {one.number: said.get(one.request, ()) for one in asked}
 
     def _timed(self, work: Callable[[], T]) -> T | None:
-        """Return what the draft base gives, and add up what that takes; None if it fails.
+        """Run work of the draft base, and add up what that takes; None if it fails.
 
         Answers don't need it.
         """

@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 14
 MAX_TEXT_TOKENS = 1 << 11
 """Tokens of one request that are kept: the last ones."""
 MAX_NAMES = 64
-"""Versions of the same bytes that a tenant's texts may be of: beyond it they begin anew."""
+"""Versions of the same bytes that a tenant's texts may be of: beyond it they begin again."""
 
 HistoryKey = tuple[TenantId, Digest | None]
 """A tenant and its adapter's digest; None: the base."""
@@ -23,7 +23,7 @@ HistoryKey = tuple[TenantId, Digest | None]
 def is_of(
     tenant: TenantId, versions: Iterable[VersionName], owner: TenantId, name: str | None, version: int | None
 ) -> bool:
-    """Return whether a text was made by a version, or by any of an adapter or of a tenant.
+    """Check whether a text was made by a version, or by any of an adapter or of a tenant.
 
     Args:
         tenant: whose request it was.
@@ -37,7 +37,7 @@ def is_of(
 
 
 def history_key(request: Request) -> HistoryKey:
-    """Return the key of the texts that the same model made for the same tenant."""
+    """Build the key of the texts that the same model made for the same tenant."""
     return request.tenant, None if request.adapter is None else request.adapter.digest
 
 
@@ -57,15 +57,14 @@ class History:
         """Bytes of all indices."""
         self._max_bytes = max_bytes
         self._indices: OrderedDict[HistoryKey, TokenIndex] = OrderedDict()
-        # under which names each has been asked for: the same bytes may be versions of several
+        # under which names each has been requested: the same bytes may be versions of several
         self._versions: dict[HistoryKey, set[VersionName]] = {}
 
     def __len__(self) -> int:
-        """Return the number of indices."""
         return len(self._indices)
 
     def get(self, key: HistoryKey) -> TokenIndex | None:
-        """Return a tenant's and adapter's index, and count that as a use; None if there is none."""
+        """Look up a tenant's and adapter's index, and count a use; None if there is none."""
         index = self._indices.get(key)
         if index is not None:
             self._indices.move_to_end(key)
@@ -99,7 +98,7 @@ class History:
             self._drop(key)
 
     def forget_deleted(self, owner: TenantId, name: str | None, version: int | None) -> list[HistoryKey]:
-        """Forget the texts of which `is_of` says so; return their keys.
+        """Forget the texts for which `is_of` is true; return their keys.
 
         Another owner's version of the same bytes keeps its texts.
         """

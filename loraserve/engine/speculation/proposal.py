@@ -20,11 +20,11 @@ class ProposalSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that an entry of a step may compute beside its own.
+    """Tokens that an entry of a step may compute in addition to its own.
 
     Attributes:
         number: of the entry in the step.
-        length: of the match; `DRAFTED` if the draft base said them, `FORCED` if a grammar did.
+        length: of the match; `DRAFTED` if the draft base proposed them, `FORCED` if a grammar did.
         rates: how often the request's proposals were right.
     """
 

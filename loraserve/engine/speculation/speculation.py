@@ -71,7 +71,7 @@ class Speculation:
             max_bytes: bytes of all indices, half of them for those of live requests.
             max_requests: requests of a step beyond which nothing is proposed; None: there may be as
                 many as pay.
-            drafting: asks a draft base too; None: there is none.
+            drafting: uses a draft base too; None: there is none.
         """
         self._max_requests = max_requests
         self._drafting = drafting
@@ -90,7 +90,7 @@ class Speculation:
         self._rates: LRUCache[HistoryKey, Rates] = LRUCache(MAX_REMEMBERED_RATES)
 
     def propose(self, scheduled: Sequence[ScheduledRequest], budget: int) -> list[Proposal]:
-        """Return the proposals for a step that only decodes, as far as they pay.
+        """Propose tokens for a step that only decodes, as far as they pay.
 
         Args:
             budget: tokens that the step still has room for.
@@ -120,7 +120,7 @@ class Speculation:
     def _with_drafted(
         self, scheduled: Sequence[ScheduledRequest], drafts: Mapping[int, Draft], chosen: list[Proposal], room: int
     ) -> list[Proposal]:
-        """Return the proposals with the draft base's, where these are expected to be better."""
+        """Add the draft base's proposals, where these are expected to be better."""
         if self._drafting is None or not self._drafting.takes(len(scheduled)):
             return chosen
         found, candidates = {proposal.number: proposal for proposal in chosen}, []
@@ -142,7 +142,7 @@ class Speculation:
         )
 
     def _draft_of(self, request: Request) -> Draft | None:
-        """Return a request's index and rates; None where there is no room for them."""
+        """Look up or make a request's index and rates; None where there is no room for them."""
         draft = self._drafts.get(request)
         if draft is None:
             if self._own_bytes >= self._max_own_bytes:
@@ -153,7 +153,7 @@ class Speculation:
         return draft
 
     def _find(self, number: int, draft: Draft, count: int) -> Proposal | None:
-        """Return what followed the last tokens of a request the last time, `count` at most."""
+        """Find what followed the last tokens of a request the last time, `count` at most."""
         if not draft.is_due():
             return None
         self._own_bytes -= draft.index.num_bytes
@@ -167,7 +167,7 @@ class Speculation:
         return Proposal(number, draft.request, token_ids, source, place.length, draft.rates) if token_ids else None
 
     def _forced(self, number: int, draft: Draft, count: int) -> Proposal | None:
-        """Return what a request's grammar leaves no choice about, `count` tokens at most."""
+        """Propose what a request's grammar leaves no choice about, `count` tokens at most."""
         constraint = draft.request.constraint
         token_ids = () if constraint is None else constraint.forced(count)
         if not token_ids:
@@ -175,14 +175,14 @@ class Speculation:
         return Proposal(number, draft.request, token_ids, ProposalSource.GRAMMAR, FORCED, draft.rates)
 
     def _rates_of(self, key: HistoryKey) -> Rates:
-        """Return the rates of a tenant's and adapter's requests so far."""
+        """Look up or make the rates of a tenant's and adapter's requests."""
         rates = self._rates.get(key)
         if rates is None:
             rates = self._rates[key] = Rates()
         return rates
 
     def _choose(self, found: Sequence[Proposal], num_rows: int, room: int) -> list[Proposal]:
-        """Return what of the proposals gives the most tokens per second, if it is enough."""
+        """Choose what of the proposals gives the most tokens per second, if it is enough."""
         # the probability that each proposed token is right, with those before it
         gains: list[tuple[float, int, int]] = []
         for which, proposal in enumerate(found):
@@ -229,7 +229,7 @@ class Speculation:
     def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """Learn what a step took, if it only decoded. What the draft base took isn't its own.
 
-        Beside a draft base, a step without proposals counts after `SETTLING_STEPS` others.
+        With a draft base, a step without proposals counts after `SETTLING_STEPS` others.
         """
         is_settled = self._num_plain >= SETTLING_STEPS
         self._num_plain = 0 if any(entry.proposed for entry in scheduled) else self._num_plain + 1
@@ -259,12 +259,11 @@ class Speculation:
             del self._rates[key]
 
     def forget_deleted(self, owner: TenantId, name: str | None, version: int | None) -> None:
-        """Forget the texts of a deleted version, adapter or tenant, as `history.is_of` says."""
+        """Forget the texts of a deleted version, adapter or tenant, by `history.is_of`."""
         for key in self._history.forget_deleted(owner, name, version):
             self._rates.pop(key, None)
 
     def stats(self) -> dict[str, Any]:
-        """Return the fields of EngineStats."""
         return {
             "num_drafts": self.num_drafts,
             "proposed_own_tokens": self.num_proposed[ProposalSource.REQUEST],
@@ -281,17 +280,17 @@ class Speculation:
 
 
 def _num_left(entry: ScheduledRequest) -> int:
-    """Return how many tokens an entry's request may still say."""
+    """Compute how many tokens an entry's request may still sample."""
     return entry.request.params.max_tokens - entry.request.num_output_tokens
 
 
 def _num_expected(proposal: Proposal) -> float:
-    """Return how many of a proposal's tokens are expected to be right."""
+    """Compute how many of a proposal's tokens are expected to be right."""
     return proposal.rate.expected(len(proposal.token_ids))
 
 
 def _may_speculate(entry: ScheduledRequest) -> bool:
-    """Return whether an entry is one token of a decoding request, and known.
+    """Check whether an entry is one token of a decoding request, and known.
 
     If it has a grammar, that must be followed at no great cost.
     """

@@ -12,7 +12,7 @@ MATCH_LENGTHS = (8, 4, 2)
 """Numbers of last tokens that are looked up, the longest first.
 
 On JSON rows, code edits and quoted passages answers take at most 5% more steps than with a
-suffix automaton, which knows every length and takes twelve times the memory.
+suffix automaton, which has every length and takes twelve times the memory.
 """
 LONGEST = MATCH_LENGTHS[0]
 SEPARATOR = -1
@@ -45,7 +45,7 @@ class Match(NamedTuple):
 class TokenIndex:
     """Tokens in the order of their addition, and a hash table of the last place after each n-gram.
 
-    What the table says is compared with the tokens. So an n-gram whose entry another one took isn't
+    The table's entry is compared with the tokens. So an n-gram whose entry another one took isn't
     found, and nothing else goes wrong. A full index forgets the older half of its tokens.
     """
 
@@ -62,7 +62,6 @@ class TokenIndex:
         self._resize(MIN_CAPACITY)
 
     def __len__(self) -> int:
-        """Return the number of tokens that it holds."""
         return len(self._tokens)
 
     @property
@@ -87,7 +86,7 @@ class TokenIndex:
         self._insert(first)
 
     def find(self, hashes: Sequence[int], last: Sequence[int]) -> Match | None:
-        """Return the latest place after the last `LONGEST` tokens of a text, or after fewer.
+        """Find the latest place after the last `LONGEST` tokens of a text, or after fewer.
 
         If the text is the index's own, its end isn't found.
 
@@ -106,9 +105,9 @@ class TokenIndex:
         return None
 
     def read(self, position: int, count: int) -> tuple[int, ...]:
-        """Return `count` tokens from a position on, or as many as their text has.
+        """Read `count` tokens from a position on, or as many as their text has.
 
-        A text that goes on, as the index's last one does, is taken to repeat what begins there.
+        A text that continues, as the index's last one does, is taken to repeat what begins there.
         """
         token_ids = tuple(self._tokens[position : position + count])
         if SEPARATOR in token_ids:
@@ -116,7 +115,7 @@ class TokenIndex:
         return (token_ids * -(-count // len(token_ids)))[:count] if token_ids else ()
 
     def _resize(self, capacity: int) -> None:
-        """Make a table for so many tokens, and enter those that are there."""
+        """Make a table for that many tokens, and enter those that are there."""
         size = capacity * _ENTRIES_PER_TOKEN
         self._capacity, self._shift = capacity, 33 - size.bit_length()
         self._table = array("i", bytes(4 * size))
@@ -145,7 +144,7 @@ class TokenIndex:
 
 
 def end_hashes(last: Sequence[int]) -> tuple[int, ...]:
-    """Return the hashes of a text's ends of 2, 4 and 8 tokens, as far as it is as long.
+    """Hash a text's ends of 2, 4 and 8 tokens, as far as it is as long.
 
     They are right modulo 2**32.
 

@@ -44,7 +44,7 @@ class AnswerPrompts:
         self._prompts: tuple[tuple[int, ...], ...] | None = None
 
     def of(self, adapters: Sequence[AdapterIR]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each prompt, with the invocation of an activated adapter.
+        """List the token ids of each prompt, with the invocation of an activated adapter.
 
         Empty where the base's context has no room for a prompt and its answer.
         """

@@ -1,6 +1,6 @@
-"""What rounding costs the base: its answers to a text, compared with the float base's.
+"""Cost of rounding for the base: its answers to a text, compared with the float base's.
 
-Measured beside serving, when the server asks, which it does once for a base and its arithmetic.
+Measured while serving, when the server requests it, once for a base and its arithmetic.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BaseMeasurements:
             try:
                 found = self._advance(current)
             except FloatsUnavailable as error:
-                # a base too large to be measured beside serving stays so
+                # a base too large to be measured while serving stays so
                 self._end(current, m.BaseMeasured(call_id=0, note=error.message))
             except LoraserveError as error:
                 self._end(current, m.BaseMeasured(call_id=0, error_code=error.code, error_message=error.message))
@@ -138,12 +138,12 @@ class BaseMeasurements:
         made = Reference(_NOBODY, [(text, 0) for text in texts])
         made.sequences.set_result(texts)
         reference.set_result(made)
-        # `close` may have come before it could say so
+        # `close` may have come before it could report it
         made.is_wanted = made.is_wanted and self._current is current
         self._evaluator.make_base(made)
 
     def _advance(self, current: _Measurement) -> BasePrecision | None:
-        """Return what was found once it is there.
+        """Advance a measurement; return what was found once it is there.
 
         Raises:
             LoraserveError: there will be nothing.
@@ -194,7 +194,7 @@ def texts_of(token_ids: Sequence[int], base: BaseSpec) -> Sequences:
         EngineError: it has too few tokens, or the base's context is too short.
     """
     wanted = max(MIN_POSITIONS, min(MAX_POSITIONS, MAX_LOGITS_BYTES // (4 * base.vocab_size)))
-    # a probe asks for one token beyond its last
+    # a probe requests one token beyond its last
     size = min(wanted, base.max_model_len - 2, len(token_ids) - 1)
     if size < MIN_POSITIONS:
         raise EngineError(
@@ -206,7 +206,7 @@ def texts_of(token_ids: Sequence[int], base: BaseSpec) -> Sequences:
 
 
 def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
-    """Return the differences of log probabilities to the expected ones.
+    """Compute the differences of log probabilities to the expected ones.
 
     Args:
         found, expected: logits [num_positions, vocab_size].
@@ -230,7 +230,7 @@ def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> float:
-    """Return the mean of -log p of the text's next token."""
+    """Compute the mean of -log p of the text's next token."""
     total = 0.0
     for start in range(0, len(targets), _ROWS_AT_A_TIME):
         rows = slice(start, start + _ROWS_AT_A_TIME)

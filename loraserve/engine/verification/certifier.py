@@ -78,7 +78,7 @@ class Certifier:
         return self._signed(msgspec.structs.replace(certificate, rounding_note=self._note))
 
     def _with_modules(self, v: Verification, certificate: Certificate) -> Certificate:
-        """Return the certificate with the comparison of each module's change."""
+        """Add the comparison of each module's change to the certificate."""
         packed, expected, v.packed = v.packed, v.reference.changes, None
         if packed is None or expected is None or certificate.verdict != PASSED:
             return certificate
@@ -92,7 +92,7 @@ class Certifier:
         return msgspec.structs.replace(certificate, verdict=FAILED, reason=reason)
 
     def price(self, v: Verification, certificate: Certificate, floats: Evaluation) -> Certificate:
-        """Return the certificate with what rounding costs the adapter, on a background thread.
+        """Add what rounding costs the adapter to the certificate, on a background thread.
 
         Args:
             certificate: the engine computes the adapter right.
@@ -103,7 +103,7 @@ class Certifier:
         return msgspec.structs.replace(add_loss(certificate, loss), seconds=self._clock() - v.started_s)
 
     def leave_open(self, v: Verification, certificate: Certificate, error: BaseException) -> Certificate:
-        """Return the certificate without what rounding costs the adapter, and why.
+        """Note in the certificate why what rounding costs the adapter is open.
 
         Raises:
             AdapterCorrupt: the adapter's files can't be read.
@@ -124,7 +124,7 @@ class Certifier:
         )
 
     def certify_failure(self, v: Verification, probe: Probe) -> Certificate:
-        """Return a failed certificate if the adapter's logits aren't finite.
+        """Fail the certificate if the adapter's logits aren't finite.
 
         Raises:
             LoraserveError: the probe ended with another error, which may not be the adapter's
@@ -140,7 +140,7 @@ class Certifier:
         raise error
 
     def _signed(self, certificate: Certificate) -> Certificate:
-        """Return the certificate with the base and the arithmetic that it holds for."""
+        """Add the base and the arithmetic that it holds for to the certificate."""
         return msgspec.structs.replace(
             certificate,
             base_digest=self._base.digest,
@@ -152,7 +152,7 @@ class Certifier:
 
 
 def _logits(probes: Sequence[Probe]) -> list[Tensor]:
-    """Return the logits of probes that all ended well."""
+    """Collect the logits of probes that all ended well."""
     logits = [probe.logits() for probe in probes]
     if any(rows is None for rows in logits):
         raise InvariantViolation("A probe ended before all of its rows were computed.")

@@ -48,7 +48,7 @@ _CHUNK_LOGITS = 1 << 17
 
 
 def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple[int, ...]]:
-    """Return the token ids of an adapter's probes: fixed arbitrary ones and its trained ones.
+    """Choose the token ids of an adapter's probes: fixed arbitrary ones and its trained ones.
 
     Sequences of an activated adapter contain its invocation, the second one twice if it is short.
     The last few tokens, which stand for an answer, contain none of it.
@@ -70,7 +70,7 @@ def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
 
 
 def extra_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple[int, ...]]:
-    """Return the token ids of probes of rows beyond the base's; none where an adapter has none.
+    """Choose the token ids of probes of rows beyond the base's; none where an adapter has none.
 
     Each row but the first and the last few is seen in its logits alone.
     """
@@ -85,7 +85,7 @@ def extra_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
 
 
 def filler(vocab_size: int, seed: int, count: int, avoided: Sequence[int]) -> list[int]:
-    """Return arbitrary token ids, from SplitMix64."""
+    """Generate arbitrary token ids, from SplitMix64."""
     tokens: list[int] = []
     state = seed
     while len(tokens) < count:
@@ -129,7 +129,7 @@ class Noise:
 
     @classmethod
     def of(cls, largest: Tensor, squares: Tensor, vocab_size: int) -> Noise:
-        """Return the noise of tokens.
+        """Compute the noise of tokens.
 
         Args:
             largest: each token's largest difference.
@@ -144,12 +144,12 @@ class Noise:
         return Noise(self.largest / 2, self.rms / 2, self.token_rms / 2)
 
     def at_least(self, other: Noise) -> Noise:
-        """Return the larger of both, number by number."""
+        """Take the larger of both, number by number."""
         return Noise(max(self.largest, other.largest), max(self.rms, other.rms), max(self.token_rms, other.token_rms))
 
 
 def spread_of(reference: Evaluation) -> Noise:
-    """Return the differences of the base's nudged logits; none where nothing is nudged."""
+    """Compute the differences of the base's nudged logits; none where nothing is nudged."""
     if not reference.nudged:
         return Noise()
     differences = torch.cat([a - b for a, b in zip(reference.nudged, reference.base, strict=True)])
@@ -250,7 +250,7 @@ def judge(
 def judge_extra(
     certificate: Certificate, answers: Sequence[Tensor], reference: Sequence[Tensor], *, dtype: str
 ) -> Certificate:
-    """Return a passed certificate with the comparison of rows beyond the base's.
+    """Add the comparison of rows beyond the base's to a passed certificate.
 
     The base has no logits of them, and so no effect to compare: each logit is allowed the
     certificate's tolerance and ε of the largest one.
@@ -275,7 +275,7 @@ def judge_extra(
 
 
 def _base_problem(noise: Noise, tokens: _TokenSums, spread: Noise, dtype: str, *, is_quantized: bool) -> str:
-    """Return how the base alone differs too much from its reference; empty if it doesn't."""
+    """Describe how the base alone differs too much from its reference; empty if it doesn't."""
     found, kind = noise.rms, "rms"
     if dtype != "float32":
         allowed = _MAX_BASE_NOISE * float(tokens.deviation.mean())
@@ -388,7 +388,7 @@ class _Bounds:
         self.largest = floor + 5 * noise.largest + epsilon * float(tokens.largest_effect.max())
 
     def broken_by(self, one: _RoundSums) -> str:
-        """Return the first bound that a round breaks, as text; empty if none."""
+        """Describe the first bound that a round breaks; empty if none."""
         largest = float(one.largest.max())
         if not largest <= self.largest:
             return f"A logit differs from the reference's by {largest:.4g}; {self.largest:.4g} is allowed."
@@ -425,12 +425,12 @@ class _Bounds:
         )
 
     def _rms(self, squares: Tensor) -> float:
-        """Return the rms over all tokens of their sums of squares."""
+        """Compute the rms over all tokens of their sums of squares."""
         return float((squares.mean() / self._vocab_size).sqrt())
 
 
 def unanswered(reason: str, *, verdict: str = FAILED, precision_loss: float, seconds: float) -> Certificate:
-    """Return the certificate of an adapter that was never compared."""
+    """Build the certificate of an adapter that was never compared."""
     return Certificate(
         verdict=verdict,
         max_difference=0.0,

@@ -35,7 +35,7 @@ class FloatBase:
             self.note = "the base is served in float32: nothing is rounded"
 
     def open(self) -> OriginalBase:
-        """Return the base.
+        """Open the base.
 
         Raises:
             FloatsUnavailable: its files aren't those that it was loaded from any more.

@@ -35,7 +35,7 @@ _PLAIN = {"lora_a", "lora_b"}
 
 
 def expected_changes(terms: Sequence[tuple[AdapterIR, float]], base: BaseSpec) -> dict[Place, Tensor | None]:
-    """Return what the modules of layers add to their outputs for `input_of` their site, in float32.
+    """Compute what layers' modules add to their outputs for `input_of` their site, in float32.
 
     A module that isn't there adds nothing. None: it is more than a LoRA of the base's weight, and
     isn't compared here.
@@ -55,7 +55,7 @@ def expected_changes(terms: Sequence[tuple[AdapterIR, float]], base: BaseSpec) -
 def worst_difference(
     handle: PackedAdapter, expected: Mapping[Place, Tensor | None], base: BaseSpec
 ) -> tuple[float, Place]:
-    """Return the largest relative difference of a module's change, and where it is.
+    """Find the largest relative difference of a module's change, and where it is.
 
     Of a module that should add nothing, all of what it adds is the difference. Uses the caller's
     thread, where that computes alone.
@@ -106,14 +106,14 @@ def _added(handle: PackedAdapter, expected: Iterable[Place], base: BaseSpec) -> 
 
 
 def called_sites(base: BaseSpec) -> dict[str, tuple[str, ...]]:
-    """Return the sites of a layer as steps compute them: modelling code calls each linear alone."""
+    """Group a layer's linears into sites as steps compute them: modelling code calls each alone."""
     if base.implementation == "native":
         return {site: SITES[site] for site in LAYER_SITES}
     return {module: (module,) for module in (*LAYER_MODULES, *EXTRA_MODULES)}
 
 
 def input_of(layer: int, site: str, in_features: int) -> Tensor:
-    """Return a site's random input, [NUM_ROWS, in_features] float32; the same each time."""
+    """Generate a site's random input, [NUM_ROWS, in_features] float32; the same each time."""
     sites = (*CALLED_SITES, *EXPERT_SITES)
     generator = torch.Generator().manual_seed(layer * len(sites) + sites.index(site))
     return torch.randn(NUM_ROWS, in_features, generator=generator)

@@ -38,7 +38,7 @@ class Prober:
 
     def begin(self, v: Verification, sequences: Sequences) -> None:
         """Queue the first round's probes, or while requests run one in a mixed batch."""
-        # its files were just read and are whole: an earlier failed load says nothing any more
+        # its files were just read and are whole: an earlier failed load doesn't count any more
         self._engine.pager.forget_failure(v.ref.digest)
         if self._engine.is_serving:
             # the first mixed probe has the adapter loaded
@@ -82,13 +82,13 @@ class Prober:
         ]
 
     def repeat_by_base(self, v: Verification) -> None:
-        """Queue the adapter's prompts and answers for the base, whose logits of them are wanted."""
+        """Queue the adapter's prompts and answers for the base, whose logits of them are needed."""
         v.base_answers = [
             self._add(Probe.of_text(self._next_id(), probe.token_ids[:-1], probe.start), None) for probe in v.answers
         ]
 
     def probe_base(self, texts: Sequences) -> list[Probe]:
-        """Queue texts for the base, whose logits of them are wanted."""
+        """Queue texts for the base, whose logits of them are needed."""
         return [self._add(Probe(self._next_id(), list(text)), None) for text in texts]
 
     def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:

@@ -71,7 +71,7 @@ class Reference:
 
     Attributes:
         texts: sequences to evaluate by the checkpoint's own weights, each with its first token
-            whose logits are wanted; empty: its probe sequences, by the weights that are served.
+            whose logits are needed; empty: its probe sequences, by the weights that are served.
         sequences: sequences, once the adapter is read; or the error: it doesn't fit this base
             (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
@@ -247,7 +247,7 @@ class ReferenceEvaluator:
         return _Read(reference, base, subject, num_bytes)
 
     def _base_of(self, reference: Reference) -> ReferenceBase:
-        """Return the base that a reference is evaluated on.
+        """Choose the base that a reference is evaluated on.
 
         Raises:
             FloatsUnavailable: it is the checkpoint's own, and that can't be read.
@@ -284,7 +284,7 @@ class ReferenceEvaluator:
         """Evaluate on this idle thread; return None if it gets next to no time.
 
         Raises:
-            Stopped: no reference is wanted any more.
+            Stopped: no reference is needed any more.
         """
         share, pause = _Share(), self._throttle.on_thread()
 
@@ -304,7 +304,7 @@ class ReferenceEvaluator:
         """Evaluate in one pass.
 
         Raises:
-            Stopped: no reference is wanted any more, or `may_go_on` returned False.
+            Stopped: no reference is needed any more, or `may_go_on` returned False.
             FloatsUnavailable: the checkpoint's own weights take too long.
         """
         base, begun_s = read[0].base, thread_time()
@@ -334,7 +334,7 @@ class _Share:
         self._began_s += paused_s
 
     def is_starved(self) -> bool:
-        """Return whether the thread has had next to no time, for long enough to tell."""
+        """Check whether the thread has had next to no time, for long enough to be sure."""
         elapsed_s, worked_s = monotonic() - self._began_s, thread_time() - self._worked_s
         self.was_starved = elapsed_s > STARVED_AFTER_S and worked_s < STARVED_SHARE * elapsed_s
         return self.was_starved

@@ -1,4 +1,4 @@
-"""What rounding a base costs an adapter: its answers on the served base and on the float base."""
+"""Cost of rounding a base for an adapter: its answers on the served base and on the float base."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measure(
 
 
 def add_loss(certificate: Certificate, loss: RoundingLoss) -> Certificate:
-    """Return a passed certificate with what rounding costs, degraded if that is too much."""
+    """Add what rounding costs to a passed certificate, degraded if that is too much."""
     kept, verdict, reason = loss.effect_kept, certificate.verdict, certificate.reason
     if kept is not None and not kept >= MIN_EFFECT_KEPT:
         verdict = DEGRADED
@@ -91,7 +91,7 @@ def add_loss(certificate: Certificate, loss: RoundingLoss) -> Certificate:
 
 
 def _variance(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted variance of each row of x; `weights` of a row add up to 1."""
+    """Compute the weighted variance of each row of x; `weights` of a row add up to 1."""
     mean = (weights * x).sum(1, keepdim=True)
     return (weights * (x - mean).square()).sum(1)
 

@@ -1,4 +1,4 @@
-"""One verification between its call and its certificate."""
+"""Verification between its call and its certificate."""
 
 from __future__ import annotations
 

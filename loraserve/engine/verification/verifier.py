@@ -1,4 +1,4 @@
-"""Verification of adapters beside serving: probes in steps, compared with a reference.
+"""Verification of adapters while serving: probes in steps, compared with a reference.
 
 `reference_evaluator` evaluates the sequences that `prober` has the engine compute, and `certifier`
 compares the logits. While requests run, no step is computed for probes alone: their rows are added
@@ -60,7 +60,7 @@ Adapters without trained tokens share one set.
 """
 
 MAX_PROBING = 2
-"""Adapters probed at a time: while one waits to be loaded, another goes on."""
+"""Adapters probed at a time: while one waits to be loaded, another continues."""
 
 MAX_TOGETHER = 4
 """Adapters evaluated in one pass over the base's weights.
@@ -171,7 +171,7 @@ class Verifier(StepListener):
         self.throttle.note(is_serving=bool(lengths), is_long=is_long)
 
     def on_idle(self) -> None:
-        """Let evaluations go on at once."""
+        """Let evaluations continue at once."""
         self.throttle.note(is_serving=False)
 
     def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:

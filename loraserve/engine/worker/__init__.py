@@ -1,1 +1,1 @@
-"""The engine process: its start, its loop, and the threads beside it."""
+"""The engine process: its start, its loop, and its background threads."""

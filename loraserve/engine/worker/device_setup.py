@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 def num_needed_blocks(decoder: BaseModel, config: EngineConfig) -> int:
-    """Return the KV blocks of one sequence of the model's full length."""
+    """Count the KV blocks of one sequence of the model's full length."""
     return -(-decoder.spec.max_model_len // config.block_size)
 
 
 def recurrent_states(shapes: StateShapes, config: EngineConfig) -> tuple[RecurrentStates, EngineConfig]:
-    """Return slots for sequences' recurrent states, and the config of what is left beside them.
+    """Allocate slots for sequences' recurrent states; return them, and the config of what is left.
 
     Fewer sequences run at once where their states would take more than half of the budget, and
-    prefixes aren't cached: a state that has gone on can't go back to where a prefix ends.
+    prefixes aren't cached: a state that has advanced can't return to where a prefix ends.
 
     Raises:
         ConfigError: the budget is too small for one.
@@ -60,7 +60,7 @@ def kv_cache(
     arena: Arena,
     on_freed: Callable[[Sequence[int]], None] | None = None,
 ) -> BlockPool:
-    """Return the cache of KV blocks in an arena's pages.
+    """Build the cache of KV blocks in an arena's pages.
 
     Args:
         on_freed: called with the blocks whose pages were given back; None: nothing is to be done.

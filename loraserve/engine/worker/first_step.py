@@ -72,7 +72,7 @@ class _Outputs(StepListener):
 
 
 def _not_finite(base: BaseSpec, weights: ReferenceBase) -> str | None:
-    """Return the first weight that isn't finite, by its name in the checkpoint; None if all are."""
+    """Find the first weight that isn't finite, by its name in the checkpoint; None if all are."""
     return next((name for name, blocks in _weights(base, weights) if not all(map(_is_finite, blocks))), None)
 
 

@@ -54,9 +54,9 @@ Neither the end of a copy nor memory freed by a step rings the wakeup.
 class Wakeup:
     """End the step thread's wait for messages, from any thread.
 
-    The thread waits for the read end of a pipe beside its sockets. Looking each millisecond instead
-    would cost loaders the interpreter's lock, and a request that waits for its adapter up to a
-    millisecond more.
+    The thread waits for the read end of a pipe as well as its sockets. Looking each millisecond
+    instead would cost loaders the interpreter's lock, and a request that waits for its adapter up
+    to a millisecond more.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Worker:
         self._was_busy = False
 
     def run(self) -> None:
-        """Step until told to stop, or until the server is gone."""
+        """Step until a stop is requested, or until the server is gone."""
         while not self._is_stopping:
             self._receive()
             self._progress.tick()
@@ -160,7 +160,7 @@ class Worker:
             self._handle(m.decode_input(raw))
 
     def _timeout_ms(self) -> int:
-        """Return how long to wait for a message, or for a background thread."""
+        """Compute how long to wait for a message, or for a background thread."""
         engine = self._engine
         if engine.has_requests and not engine.is_waiting:
             return 0

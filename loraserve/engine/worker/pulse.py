@@ -21,9 +21,9 @@ Others end by themselves between steps.
 class Pulses:
     """Send a `Pulse` every `interval_s` from `start` to `stop`.
 
-    A server that gets none knows that the process stands still; one whose pulses have the same
-    count of moves knows that the working thread does. The server counts the seconds, since it knows
-    for how long it listened.
+    A server that gets none concludes that the process stands still; one whose pulses have the same
+    count of moves concludes that the working thread does. The server counts the seconds, since only
+    it can tell for how long it listened.
 
     Args:
         context: makes the thread's own socket.

@@ -46,7 +46,7 @@ Untouched parts cost nothing.
 
 
 def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
-    """Return what rounding costs the config's base over `NUM_POSITIONS` positions of a text.
+    """Measure what rounding costs the config's base over `NUM_POSITIONS` positions of a text.
 
     Raises:
         ConfigError, ModelError: the base can't be served so, or its tokenizer makes too few tokens
@@ -101,7 +101,7 @@ def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
 
 def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
     """Cut a text into sequences that fit the context, each one token longer than its positions."""
-    # a probe asks for one token beyond its last
+    # a probe requests one token beyond its last
     size = min(NUM_POSITIONS, max_model_len - 1)
     windows: list[list[int]] = []
     num_left = NUM_POSITIONS
@@ -120,14 +120,14 @@ def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
 
 
 def _reference_logits(base: ReferenceBase, inputs: Sequence[Sequence[int]]) -> Tensor:
-    """Return every position's logits, [num_positions, vocab_size], in the host's memory."""
+    """Compute every position's logits, [num_positions, vocab_size], in the host's memory."""
     # a subject without terms is the base, whose logits needn't be computed a second time
     (found,) = evaluate(base, [Subject(inputs, (), known_base=())], is_rounding=False)
     return torch.cat(found.adapted)
 
 
 def _served_logits(engine: Engine, inputs: Sequence[Sequence[int]]) -> Tensor:
-    """Return every position's logits as the engine computes them.
+    """Compute every position's logits as the engine does.
 
     Raises:
         EngineError: a step failed.

@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """An engine that is ready to step, and what the worker runs beside it."""
+    """An engine that is ready to step, and what the worker runs with it."""
 
     engine: Engine
     verifier: Verifier
@@ -130,10 +130,10 @@ def build_engine(
 
 
 def _check_modelled(config: EngineConfig) -> None:
-    """Return if a base of transformers' code can be served so.
+    """Raise an error if a base of transformers' code can't be served so.
 
     Raises:
-        ConfigError: a flag asks for what this code doesn't have.
+        ConfigError: a flag requires what this code doesn't have.
     """
     flags = {
         "--tensor-parallel": config.tensor_parallel > 1,
@@ -259,10 +259,10 @@ def _load(config: EngineConfig, progress: Progress, group: RankGroup | None) -> 
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """Return the config with each ``auto`` replaced by what this machine has.
+    """Replace each ``auto`` in the config by what this machine has.
 
     Raises:
-        ConfigError: the config asks for a GPU, and none can be used.
+        ConfigError: the config requires a GPU, and none can be used.
     """
     has_gpu = torch.cuda.is_available()
     device = config.device
@@ -302,13 +302,13 @@ def resolve(config: EngineConfig) -> EngineConfig:
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton's kernels are interpreted on the CPU, for tests of the GPU's engine."""
+    """Check whether Triton's kernels are interpreted on the CPU, for tests of the GPU's engine."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _has_triton() -> bool:
     try:
-        import triton  # noqa: F401 (asked for, not used)
+        import triton  # noqa: F401 (probed, not used)
     except ImportError:
         return False
     return True
@@ -353,7 +353,7 @@ def _on_cpu(
 
 
 def _adapter_dtypes(config: EngineConfig) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
-    """Return the dtypes of adapters whose kernels are compiled at the start, and after it.
+    """List the dtypes of adapters whose kernels are compiled at the start, and after it.
 
     Where each adapter is held as it is stored, its load waits for the kernel of its dtype.
     """
@@ -406,7 +406,7 @@ def _draft_base(config: EngineConfig, decoder: Decoder | ModelledBase, progress:
 
 
 def _speculation(config: EngineConfig, decoder: Decoder | ModelledBase, draft: DraftBase | None) -> Speculation | None:
-    """Return what proposes tokens; None where it is off, or answers might not stay the same."""
+    """Build what proposes tokens; None where it is off, or answers might not stay the same."""
     if config.speculation == "off" or not has_exact_rows(decoder, config):
         return None
     drafting = None if draft is None else Drafting(draft, max_requests=MAX_DRAFT_REQUESTS)
@@ -414,7 +414,7 @@ def _speculation(config: EngineConfig, decoder: Decoder | ModelledBase, draft: D
 
 
 def has_exact_rows(decoder: Decoder | ModelledBase, config: EngineConfig) -> bool:
-    """Return whether a row's bits are known not to depend on the number of a sequence's rows.
+    """Check whether a row's bits are known not to depend on the number of a sequence's rows.
 
     That is so on CPUs, but not of bfloat16 products that a library rounds, nor of PyTorch's own
     attention and products, which take the place of kernels that a machine or a head's size lacks.
@@ -430,7 +430,7 @@ def has_exact_rows(decoder: Decoder | ModelledBase, config: EngineConfig) -> boo
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers as (first, count)."""
+    """Group the numbers into runs of consecutive ones, each as (first, count)."""
     found: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if found and sum(found[-1]) == number:

@@ -54,7 +54,7 @@ class Footprint:
         )
 
     def excess(self, limits: Footprint) -> str:
-        """Return the first number that is over these limits, in words.
+        """Describe the first number that is over these limits.
 
         The footprint doesn't fit them.
         """
@@ -76,7 +76,7 @@ checks at their edges.
 
 
 class HostAdapter(Protocol):
-    """An adapter in host memory, as one device wants it."""
+    """An adapter in host memory, in one device's form."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +103,7 @@ class PlacedAdapter:
 
 
 class AdapterDevice(Protocol):
-    """One device's memory for adapters.
+    """Memory of one device for adapters.
 
     Any thread may call `footprint` and `pack`, the step's thread alone the rest; nothing waits for
     the device.
@@ -131,7 +131,7 @@ class AdapterDevice(Protocol):
         ...
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the device holds matrices and rows that are stored in this one.
+        """Choose the dtype in which the device holds matrices and rows that are stored in this one.
 
         Rounding to int8 is `kernels.reference.quantize_rows`.
         """
@@ -145,7 +145,7 @@ class AdapterDevice(Protocol):
         head: Tensor | None = None,
         extra_rows: ExtraRows | None = None,
     ) -> Footprint:
-        """Return what all of these take once they are packed, without reading a weight.
+        """Compute what all of these take once they are packed, without reading a weight.
 
         A classification head takes memory where prompts are pooled: in the host's. Extra rows are
         those of embedding and head beyond the base's.
@@ -174,11 +174,11 @@ class AdapterDevice(Protocol):
         ...
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:
-        """Return the footprint of a packed adapter."""
+        """Compute the footprint of a packed adapter."""
         ...
 
     def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
-        """Return whether a footprint that fits by its numbers finds a free run of tiles too.
+        """Check whether a footprint that fits by its numbers finds a free run of tiles too.
 
         Adapters in `leaving` count as gone.
         """
@@ -195,7 +195,7 @@ class AdapterDevice(Protocol):
         ...
 
     def is_ready(self, placed: PlacedAdapter) -> bool:
-        """Return whether the adapter has landed: steps launched from now on may use it."""
+        """Check whether the adapter has landed: steps launched from now on may use it."""
         ...
 
     def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
@@ -207,12 +207,12 @@ class AdapterDevice(Protocol):
         ...
 
     def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
-        """Return every broken invariant, given all that is placed; empty when all hold."""
+        """List the broken invariants, given all that is placed; empty when all hold."""
         ...
 
 
 def refuse_extra_rows(extra_rows: ExtraRows | None, where: str) -> None:
-    """Return if an adapter has no rows beyond the base's.
+    """Raise an error if an adapter has rows beyond the base's.
 
     Args:
         where: what doesn't serve them, as in "aren't served …".
@@ -229,7 +229,7 @@ def refuse_extra_rows(extra_rows: ExtraRows | None, where: str) -> None:
 
 
 def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtype: torch.dtype) -> None:
-    """Return if every weight is finite in a floating-point `dtype` too.
+    """Raise an error unless every weight is finite in a floating-point `dtype` too.
 
     Raises:
         AdapterUnservable: one isn't; the message names its module.

@@ -1,4 +1,4 @@
-"""Copies from host memory to a device, beside the steps that run there."""
+"""Copies from host memory to a device, during the steps that run there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_IDLE_PINNED_BYTES = 1024 * MIB
 
 
 class Copies(Protocol):
-    """A way to copy to a device beside its steps. Nothing here waits for the device."""
+    """A way to copy to a device during its steps. Nothing here waits for the device."""
 
     @property
     def needs_pinned(self) -> bool:
@@ -25,11 +25,11 @@ class Copies(Protocol):
         ...
 
     def host_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of host memory that such tensors take. Any thread may call it."""
+        """Count the bytes of host memory that such tensors take. Any thread may call it."""
         ...
 
     def trim(self) -> None:
-        """Return unused pinned memory over the bound to the system.
+        """Give unused pinned memory over the bound back to the system.
 
         It may take a while: for a loader's thread.
         """
@@ -43,7 +43,7 @@ class Copies(Protocol):
         """Call `copy`, which launches copies that begin after the last launched step.
 
         Returns:
-            Its result, and a function that says whether the copies have landed.
+            Its result, and a function that returns whether the copies have landed.
         """
         ...
 
@@ -69,7 +69,7 @@ class DirectCopies:
 class CudaCopies:
     """Copies on a CUDA stream of their own.
 
-    The stream waits for an event behind each step; an event behind each copy says when that has
+    The stream waits for an event behind each step; an event behind each copy shows when that has
     landed.
 
     Copies land in the order in which they were started. `step_launched` and `start` are for the

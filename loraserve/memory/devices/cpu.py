@@ -47,12 +47,12 @@ class HostMemory:
         self.data: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self, start: int, num_bytes: int) -> None:
-        """Return these bytes' memory to the system; both numbers are multiples of its page."""
+        """Give these bytes' memory back to the system; both numbers are multiples of its page."""
         self._map.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
 
 def cpu_adapter_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype in which a CPU holds adapters; None for ``auto``, each as it is stored.
+    """Look up the dtype in which a CPU holds adapters; None for ``auto``, each as it is stored.
 
     Raises:
         ConfigError: a name that isn't one of auto, fp32, bf16, fp16 and int8.

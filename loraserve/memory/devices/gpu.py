@@ -1,6 +1,6 @@
 """A GPU as the device of adapters.
 
-Loaders pack them into pinned memory, a stream copies them beside the steps, kernels find them by
+Loaders pack them into pinned memory, a stream copies them during the steps, kernels find them by
 slot.
 """
 
@@ -54,7 +54,7 @@ class HostPages:
 
 
 def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a GPU holds adapters; ``auto`` is that of the activations.
+    """Look up the dtype in which a GPU holds adapters; ``auto`` is that of the activations.
 
     Raises:
         ConfigError: a name that isn't one of auto, bf16, fp16 and int8, or 16 bits of the other
@@ -80,7 +80,7 @@ class GpuDevice:
     """A GPU's `PagedPool` as the device of adapters. An adapter's handle is its slot.
 
     An adapter's tiles are one run of the pool's tables, so free tiles may be too scattered for it:
-    `can_lay_out` knows. Idle adapters are evicted until a run is free; nothing is moved.
+    `can_lay_out` checks. Idle adapters are evicted until a run is free; nothing is moved.
 
     Invariants (`check`):
         pages of placed adapters == pages that the arena client holds; no tile belongs to two
@@ -142,7 +142,7 @@ class GpuDevice:
         budget_bytes: int,
         dtype: torch.dtype,
     ) -> GpuDevice:
-        """Return a device whose pages are an arena's.
+        """Build a device whose pages are an arena's.
 
         Args:
             data: [at least the arena's bytes] uint8: its pages, and what lies behind them.
@@ -282,7 +282,7 @@ class GpuDevice:
 
 
 def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
-    """Return if there is no norm.
+    """Raise an error if the adapter replaces a norm.
 
     Raises:
         TensorMismatch: there is one.
@@ -297,7 +297,7 @@ def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
 
 
 def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
-    """Return if every multiplier is finite.
+    """Raise an error unless every multiplier is finite.
 
     A rank's multiplier is its scaling, times its rows' scales in int8; a replaced row's is its
     scale.

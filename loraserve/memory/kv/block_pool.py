@@ -17,12 +17,12 @@ from loraserve.memory.arena import ArenaClient, Owner
 from loraserve.memory.kv.prefix_cache import Activation, BlockId, PrefixCache, PrefixKey
 
 MAX_VICTIM_CANDIDATES = 8
-"""Least recently released blocks, or groups of them, of which the least valuable is evicted."""
+"""Number of the longest idle blocks, or groups, of which the least valuable is evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How KV blocks lie in the pages of an arena.
+    """Layout of KV blocks in the pages of an arena.
 
     Blocks whose pages are allocated together are a group.
 
@@ -69,7 +69,7 @@ class BlockPool:
 
     A group of blocks is *unallocated* (its pages are not the KV cache's), *free* (all its blocks
     are), *idle* (none is held) or *held*. Dedicated groups lie behind the arena and are always the
-    KV cache's. Pages are allocated when no block is free, and freed when others want them: free
+    KV cache's. Pages are allocated when no block is free, and freed when others need them: free
     groups first, then idle ones that are worth less than what is idle elsewhere.
 
     Invariants (`check`):
@@ -111,7 +111,7 @@ class BlockPool:
         self._free_dedicated = OrderedDict.fromkeys(range(self._num_arena_groups, num_groups))
         self._free_groups: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[BlockId, None] = OrderedDict()
-        # the lowest last; an indexed arena knows them itself
+        # the lowest last; an indexed arena has them itself
         is_indexed = layout is not None and layout.client.arena.is_indexed
         self._unallocated = [] if is_indexed else list(range(self._num_arena_groups - 1, -1, -1))
         self._holders = [0] * num_blocks
@@ -145,9 +145,9 @@ class BlockPool:
         return 0 if self._layout is None else self._num_unheld * self._layout.pages_per_group
 
     def victim_value(self) -> float | None:
-        """Return the value of the group that is evicted first; None if there is none.
+        """Estimate the value of the group that is evicted first; None if there is none.
 
-        The value is the seconds to compute it anew × uses per second ÷ bytes.
+        The value is the seconds to compute it again × uses per second ÷ bytes.
         """
         if self._free_groups:
             return 0.0
@@ -155,11 +155,11 @@ class BlockPool:
         return None if victim is None else victim[0]
 
     def evict_victim(self, cause: Owner, num_pages: int) -> None:
-        """Free the pages of the least valuable group; of free groups, as many as are wanted.
+        """Free the pages of the least valuable group; of free groups, as many as are needed.
 
         Args:
             cause: the owner that needs the pages.
-            num_pages: pages wanted.
+            num_pages: pages needed.
 
         Raises:
             InvariantViolation: every group has a held block.
@@ -235,7 +235,7 @@ class BlockPool:
                 self._unhold(block)
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems = []
         held = [block for block, count in enumerate(self._holders) if count > 0]
         free_groups = (*self._free_dedicated, *self._free_groups)
@@ -284,7 +284,7 @@ class BlockPool:
         return (BlockId(block) for block in range(first, min(first + self._per_group, self.num_blocks)))
 
     def _take_free(self) -> BlockId:
-        """Return a block that is in no state for now.
+        """Take a block out of every state.
 
         It is a free block, one of a free group, one of a newly allocated group, or an evicted one.
 
@@ -313,7 +313,7 @@ class BlockPool:
         return victim[1]
 
     def _split(self, group: int) -> BlockId:
-        """Return the first block of a group, after adding its others to the free ones."""
+        """Add all blocks of a group but the first to the free ones; return the first."""
         first, *others = self._blocks(group)
         self._free.update(dict.fromkeys(others))
         return first
@@ -343,14 +343,14 @@ class BlockPool:
         (self._free_groups if group < self._num_arena_groups else self._free_dedicated)[group] = None
 
     def _victim_block(self) -> tuple[float, BlockId] | None:
-        """Return the least valuable of the longest idle blocks, with its value per byte."""
+        """Find the least valuable of the longest idle blocks, with its value per byte."""
         now_s, num_bytes = self._clock(), 1 if self._layout is None else self._layout.block_num_bytes
         blocks = islice(self._idle, MAX_VICTIM_CANDIDATES)
         candidates = [(self.prefix_cache.value(block, now_s) / num_bytes, block) for block in blocks]
         return min(candidates, key=lambda candidate: candidate[0], default=None)
 
     def _victim_group(self) -> tuple[float, int] | None:
-        """Return the least valuable of the longest idle groups, with its value per byte."""
+        """Find the least valuable of the longest idle groups, with its value per byte."""
         if self._layout is None:
             return None
         now_s, num_bytes, value = self._clock(), self._layout.block_num_bytes * self._per_group, self.prefix_cache.value

@@ -31,7 +31,7 @@ class Activation:
 
 
 def prefix_root(tenant: TenantId, base: Digest, kv_dtype: str) -> PrefixKey:
-    """Return the key that a tenant's prefixes start from, as long as no adapter acts.
+    """Hash the key that a tenant's prefixes start from, as long as no adapter acts.
 
     Nothing that a client chooses goes in: two tenants never share a prefix.
     """
@@ -39,7 +39,7 @@ def prefix_root(tenant: TenantId, base: Digest, kv_dtype: str) -> PrefixKey:
 
 
 def activate_key(parent: PrefixKey, activation: Activation) -> PrefixKey:
-    """Return the key that blocks are chained from once an adapter acts, after ``parent``'s content.
+    """Hash the key that blocks are chained from once an adapter acts, after ``parent``'s content.
 
     It names the adapter's version and the token, not the block: the same tokens may have been
     computed by the base up to there, or up to the next.
@@ -48,7 +48,7 @@ def activate_key(parent: PrefixKey, activation: Activation) -> PrefixKey:
 
 
 def extend_key(parent: PrefixKey, token_ids: Sequence[int]) -> PrefixKey:
-    """Return the key of the block that holds ``token_ids`` after all that ``parent`` names."""
+    """Hash the key of the block that holds ``token_ids`` after all that ``parent`` names."""
     # all blocks with one parent have one length, so the tokens need no framing
     return PrefixKey(sha256(b"loraserve.kv.block" + parent + array("q", token_ids).tobytes()).digest())
 
@@ -102,7 +102,7 @@ class PrefixCache:
     def parent_key(
         self, root: PrefixKey, activation: Activation | None, keys: Sequence[PrefixKey], index: int
     ) -> PrefixKey:
-        """Return the key that a sequence's block number ``index`` is chained from.
+        """Choose the key that a sequence's block number ``index`` is chained from.
 
         Blocks that lie wholly before the activation are chained from the root, as the base's own
         are, and shared with them; the block that holds its first token, and all after it, are
@@ -121,7 +121,7 @@ class PrefixCache:
     def find(
         self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int, activation: Activation | None
     ) -> tuple[list[BlockId], list[PrefixKey]]:
-        """Return the cached blocks that start ``token_ids``, with their keys.
+        """Find the cached blocks that start ``token_ids``, with their keys.
 
         They hold ``max_tokens`` tokens at most.
 
@@ -188,7 +188,7 @@ class PrefixCache:
                 self._num_first, self._num_reused = self._num_first / 2, self._num_reused / 2
 
     def value(self, block: BlockId, now_s: float) -> float:
-        """Return the seconds to compute the block anew × its uses per second."""
+        """Compute the seconds to compute the block again × its uses per second."""
         return self._uses.get(block, NEVER).per_second(now_s) * self.prefill_cost.seconds_per_unit * self.block_size
 
     def forget(self, block: BlockId) -> None:
@@ -197,7 +197,7 @@ class PrefixCache:
         del self._by_key[self._cached.pop(block).key]
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         by_key = {entry.key: block for block, entry in self._cached.items()}
         if by_key != self._by_key or not self._uses.keys() <= self._cached.keys():
             return ["the prefix index and the cached blocks disagree"]

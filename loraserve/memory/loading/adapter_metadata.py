@@ -11,7 +11,7 @@ from loraserve.memory.devices.base import HostAdapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterMetadata:
-    """What is known of an adapter beside its weights.
+    """Metadata of an adapter, apart from its weights.
 
     Attributes:
         invocation_token_ids: tokens from whose last occurrence in a prompt an aLoRA acts, and

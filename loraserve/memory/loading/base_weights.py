@@ -32,7 +32,7 @@ class BaseWeights(Protocol):
         ...
 
     def bias(self, layer: int, module: str) -> Tensor | None:
-        """Return a linear's bias, [out_features] float32, on `device`; None where it has none."""
+        """Read a linear's bias, [out_features] float32, on `device`; None where it has none."""
         ...
 
 
@@ -53,7 +53,7 @@ def background_compute(device: torch.device) -> Iterator[None]:
 
 
 def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor:
-    """Return ``magnitude / ‖W + scaling · B A‖ - 1`` by output row, [out_features] float32.
+    """Compute ``magnitude / ‖W + scaling · B A‖ - 1`` by output row, [out_features] float32.
 
     It is computed in float32, a block of W at a time, and lies in host memory.
 
@@ -126,7 +126,7 @@ def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> 
 
 
 def is_base_copy(module: str, saved: Tensor, weights: BaseWeights, dtype: torch.dtype, tolerance: float | None) -> bool:
-    """Return whether a weight that PEFT saved beside an adapter is this base's, to the bit.
+    """Check whether a weight that PEFT saved with an adapter is this base's, to the bit.
 
     Loading it in the base's place, as PEFT does, changes nothing then.
 
@@ -153,7 +153,7 @@ def is_base_copy(module: str, saved: Tensor, weights: BaseWeights, dtype: torch.
 
 
 def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -> Tensor:
-    """Return the rows of a trained weight that differ from the base's, ascending, [n] int64.
+    """Find the rows of a trained weight that differ from the base's, ascending, [n] int64.
 
     Args:
         saved: [out_features, in_features], of the embedding [vocab_size, hidden_size]; any float
@@ -168,7 +168,7 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
 
 
 def module_label(m: LoraModule) -> str:
-    """Return the module's name in messages: ``Layer 3 q_proj``, ``lm_head``."""
+    """Format the module's name for messages: ``Layer 3 q_proj``, ``lm_head``."""
     if m.module in OUTSIDE_LAYERS:
         return m.module
     return f"Layer {m.layer} {label_of(m.module, m.expert) if m.module in EXPERT_INDEX else m.module}"

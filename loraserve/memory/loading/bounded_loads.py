@@ -80,14 +80,14 @@ class BoundedLoads:
         self.memory.close()
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         return self.memory.check()
 
     def _first_need(self, ref: AdapterRef) -> int:
         num_bytes = 0
         for part in (one.adapter for one in ref.parts) if ref.parts else (ref,):
             if part.memory is None:
-                # the load says what is wrong with it
+                # the load reports what is wrong with it
                 with suppress(BlobCorrupt, BlobNotFound, StorageError, OSError):
                     num_bytes += self._store.num_bytes(part.weights_blob)
         return 2 * num_bytes

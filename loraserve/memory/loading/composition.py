@@ -73,7 +73,7 @@ class Composer:
         return sum(4 * (m.lora_a.numel() + m.lora_b.numel()) for lowered, _ in self._terms for m in lowered.modules)
 
     def compose(self) -> LoweredAdapter:
-        """Return the sum; its matrices are copies.
+        """Compute the sum; its matrices are copies.
 
         They're of the terms' common dtype, or float32 where that differs.
         """

@@ -52,7 +52,7 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Read the adapter, verify its digests, compile it for `base` and pack it for `device`.
 
-    Beside the file's bytes and the packed tensors it takes memory for a copy of each part of a
+    Apart from the file's bytes and the packed tensors it takes memory for a copy of each part of a
     composition, of what `precision` cuts, and for a few float32 copies of one module.
 
     Args:
@@ -107,7 +107,7 @@ def load_adapter(
 
 
 def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryview]:
-    """Return the config and the weights of one adapter, each verified against its digest.
+    """Read the config and the weights of one adapter, each verified against its digest.
 
     Raises:
         AdapterCorrupt: one is gone, or damaged; the error says which.
@@ -135,7 +135,7 @@ def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryvie
 
 
 def _read_memory(ref: AdapterRef, memory: MemoryFile) -> tuple[memoryview, memoryview]:
-    """Return the config and the weights of an ephemeral version.
+    """Read the config and the weights of an ephemeral version.
 
     Raises:
         AdapterUnavailable: they are gone. That isn't `AdapterCorrupt`: the store may have the same
@@ -184,7 +184,7 @@ def _as_served(
     weights: BaseWeights | None,
     precision: Precision,
 ) -> tuple[list[LoraModule], float]:
-    """Return the modules with δ in place of magnitudes, and the largest loss of any.
+    """Replace magnitudes by δ and round modules as they are held; add the largest loss of any.
 
     Raises:
         AdapterUnservable: a module loses more than it may.

@@ -2,7 +2,7 @@
 
 It runs on a loader's thread.
 
-An IR tells what stands in the place of what is the base's; kernels add to what the base computes
+An IR states what stands in the place of what is the base's; kernels add to what the base computes
 anyway. So a bias becomes its difference from the base's, IA3's factor the part of the output that
 it adds, and of a weight that training saved whole only the rows are kept that are no longer the
 base's: an embedding of which few tokens were trained costs few rows.
@@ -56,11 +56,11 @@ class LoweredAdapter:
 
 
 def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> LoweredAdapter:
-    """Return the adapter in the kernels' terms.
+    """Translate the adapter into the kernels' terms.
 
     Its matrices share memory with the file's bytes wherever these are aligned.
 
-    What the file has of the base beside LoRA on the head or the embedding stands in the base's
+    What the file has of the base along with LoRA on the head or the embedding stands in the base's
     place, as in PEFT: of the base's own, that is nothing.
 
     Args:
@@ -96,7 +96,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
 
 
 def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> AdapterIR:
-    """Return the adapter with what its file has of the base as its modules' weights.
+    """Turn what the adapter's file has of the base into weights of its modules.
 
     PEFT loads it in the base's place. What is this base's own is left out.
 
@@ -123,7 +123,7 @@ def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> Adap
 
 
 def require_base_weights(weights: BaseWeights | None) -> BaseWeights:
-    """Return the base's weights.
+    """Check that there are base weights.
 
     Raises:
         InvariantViolation: there are none.
@@ -139,7 +139,7 @@ def _takes_base(ir: AdapterIR) -> bool:
 
 
 def as_tensor(view: TensorView) -> Tensor:
-    """Return the same memory as a torch tensor; a copy only where the file left it unaligned."""
+    """Wrap the same memory as a torch tensor; copy it only where the file left it unaligned."""
     array = np.require(view.array, requirements="A")
     if view.dtype == "BF16":
         # torch has no bfloat16 in numpy; int16 has the same bits
@@ -148,7 +148,7 @@ def as_tensor(view: TensorView) -> Tensor:
 
 
 def _lower(m: ModuleIR, shape: tuple[int, int], stored: torch.dtype, weights: BaseWeights | None) -> LoraModule:
-    """Return the module of (out_features, in_features) in the kernels' terms.
+    """Translate the module of (out_features, in_features) into the kernels' terms.
 
     In its IR's terms, with l for output_scale::
 

@@ -53,7 +53,7 @@ EXACT = Precision()
 
 
 def truncate(m: LoraModule, error: float) -> LoraModule:
-    """Return the module with the fewest ranks that keep ``B diag(scaling) A`` within `error`.
+    """Cut the module to the fewest ranks that keep ``B diag(scaling) A`` within `error`.
 
     The error is relative, in the Frobenius norm; at least one rank is kept. A module that needs all
     of its ranks is returned as it is.
@@ -88,7 +88,7 @@ def truncate(m: LoraModule, error: float) -> LoraModule:
 
 
 def round_to_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
-    """Return the module with A and B rounded as a device that holds them in `dtype` rounds them.
+    """Round A and B as a device that holds them in `dtype` rounds them.
 
     They are of that dtype, or float32 if it is int8. A module that needs no rounding is returned as
     it is.
@@ -99,7 +99,7 @@ def round_to_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
 
 
 def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
-    """Return the relative error of a module as held against it as uploaded.
+    """Compute the relative error of a module as held against it as uploaded.
 
     It is the error of its update or of its replaced rows, whichever is larger.
 
@@ -118,7 +118,7 @@ def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
 
 
 def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Precision) -> None:
-    """Return if an operator lets a module lose that much.
+    """Raise an error if a module loses more than the operator allows.
 
     Raises:
         AdapterUnservable: the loss is over the bound; the message names module, loss and bound.
@@ -138,7 +138,7 @@ def _is_exact(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows as they are held, [n, width]."""
+    """Round the rows as they are held, [n, width]."""
     if dtype.is_floating_point:
         return rows.to(dtype)
     codes, scales = quantize_rows(rows.float(), _INT8_MAX)
@@ -146,7 +146,7 @@ def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(m: LoraModule) -> Tensor:
-    """Return ``diag(scaling) A``, [r, in_features]."""
+    """Compute ``diag(scaling) A``, [r, in_features]."""
     scaling = m.scaling[:, None] if isinstance(m.scaling, Tensor) else m.scaling
     return m.lora_a.double() * scaling
 
@@ -166,7 +166,7 @@ def _rows_loss(rows: ReplacedRows, dtype: torch.dtype) -> float:
 
 
 def _rounding_loss(uploaded: LoraModule, held: LoraModule) -> float:
-    """Return the loss between two modules of the same ranks, exactly even if it is small.
+    """Compute the loss between two modules of the same ranks, exactly even if it is small.
 
     ``B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã)``
     """
@@ -184,7 +184,7 @@ def _rounding_loss(uploaded: LoraModule, held: LoraModule) -> float:
 
 
 def _grams(rows: Tensor, held: Tensor) -> list[Tensor]:
-    """Return ``R Rᵀ``, ``R Dᵀ`` and ``D Dᵀ`` of rows R and their loss D, [r, r] float64 each."""
+    """Compute ``R Rᵀ``, ``R Dᵀ`` and ``D Dᵀ`` of rows R and their loss D, [r, r] float64 each."""
     rank = rows.shape[0]
     whole, lost = (torch.zeros(rank, width, dtype=torch.float64) for width in (2 * rank, rank))
     for start, end in _chunks(rank, rows.shape[1]):
@@ -195,12 +195,12 @@ def _grams(rows: Tensor, held: Tensor) -> list[Tensor]:
 
 
 def _product_norm(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return ``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other."""
+    """Compute ``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other."""
     return math.sqrt(max(0.0, float((_gram(left) * _gram(right)).sum())))
 
 
 def _gram(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``M Mᵀ`` of rows one below the other, [n, n] float64.
+    """Compute ``M Mᵀ`` of rows one below the other, [n, n] float64.
 
     Products are float64: what cancels may leave little.
     """
@@ -213,6 +213,6 @@ def _gram(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _chunks(num_rows: int, width: int) -> list[tuple[int, int]]:
-    """Return the ranges of columns to convert at a time."""
+    """Split the columns into ranges to convert at a time."""
     step = max(1, _CHUNK_ELEMENTS // max(1, num_rows))
     return [(start, min(width, start + step)) for start in range(0, width, step)]

@@ -27,7 +27,7 @@ from loraserve.memory.timings import Timings
 from loraserve.types import Digest, Histogram
 
 MAX_VICTIM_CANDIDATES = 8
-"""Least recently used adapters of which the least valuable is evicted."""
+"""Number of the least recently used adapters of which the least valuable is evicted."""
 ASSUMED_LOAD_S = 2e-9
 """Seconds to load a byte, until one is measured."""
 
@@ -124,7 +124,7 @@ class DeviceCache:
 
     @property
     def free(self) -> Footprint:
-        """What adapters may still take; the KV cache may have it now."""
+        """Footprint that adapters may still take; the KV cache may have it now."""
         return self.device.limits - self.used
 
     @property
@@ -159,7 +159,7 @@ class DeviceCache:
         return self.evictable.num_bytes // self._client.arena.page_num_bytes
 
     def victim_value(self) -> float | None:
-        """Return the value of the adapter that is evicted first; None if there is none.
+        """Estimate the value of the adapter that is evicted first; None if there is none.
 
         The value is the seconds to bring it back × uses per second ÷ bytes.
         """
@@ -182,20 +182,20 @@ class DeviceCache:
         self._evict(victim[1], cause)
 
     def state(self, digest: Digest) -> AdapterState | None:
-        """Return the adapter's state; None if it has no memory on the device."""
+        """Look up the adapter's state; None if it has no memory on the device."""
         resident = self._residents.get(digest)
         return None if resident is None else resident.state
 
     def has_landed(self, digest: Digest) -> bool:
-        """Return whether steps may use the adapter now."""
+        """Check whether steps may use the adapter now."""
         return self.state(digest) not in (None, AdapterState.ARRIVING)
 
     def takes_requests(self, digest: Digest) -> bool:
-        """Return whether a new request may pin the adapter now."""
+        """Check whether a new request may pin the adapter now."""
         return self.state(digest) in (AdapterState.PROTECTED, AdapterState.READY)
 
     def handle(self, digest: Digest) -> AdapterHandle:
-        """Return what a step names a resident adapter by.
+        """Look up the handle by which a step names a resident adapter.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -203,7 +203,7 @@ class DeviceCache:
         return self._landed(digest).placed.handle
 
     def metadata(self, digest: Digest) -> AdapterMetadata:
-        """Return what is known of a resident adapter beside its weights.
+        """Look up what is known of a resident adapter apart from its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -214,7 +214,7 @@ class DeviceCache:
         """Pin a resident adapter until the pin's release, and count a use of it.
 
         Args:
-            is_use: False for a probe, which says nothing of how soon the adapter is wanted again.
+            is_use: False for a probe, which doesn't show how soon the adapter is needed again.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -246,14 +246,14 @@ class DeviceCache:
         self._residents.move_to_end(digest)
 
     def can_admit(self, footprint: Footprint) -> bool:
-        """Return whether there is room, or would be after evicting idle adapters and KV blocks."""
+        """Check whether there is room, or would be after evicting idle adapters and KV blocks."""
         num_obtainable = self._client.num_obtainable * self._client.arena.page_num_bytes + self.evictable.num_bytes
         if not footprint.fits(self.free + self.evictable) or footprint.num_bytes > num_obtainable:
             return False
         return self.device.can_lay_out(footprint, (r.placed for r in self._residents.values() if r.is_evictable))
 
     def can_ever_admit(self, footprint: Footprint) -> bool:
-        """Return whether there would be room if every adapter left that no operator has pinned."""
+        """Check whether there would be room if every adapter left that no operator has pinned."""
         if not footprint.fits(self.device.limits - self.operator):
             return False
         leaving = (r.placed for r in self._residents.values() if not r.is_operator_pinned)
@@ -325,7 +325,7 @@ class DeviceCache:
         return digest not in self._residents
 
     def take_landed(self) -> list[Digest]:
-        """Return the adapters that landed since the last call, in the order of their admission.
+        """Take the adapters that landed since the last call, in the order of their admission.
 
         They are protected now; the protection of earlier ones ends.
         """
@@ -381,11 +381,11 @@ class DeviceCache:
         yield from self._residents.items()
 
     def find(self, digests: Iterable[Digest]) -> dict[Digest, ResidentAdapter]:
-        """Return those of the adapters that are residents."""
+        """Select those of the adapters that are residents."""
         return {digest: self._residents[digest] for digest in digests if digest in self._residents}
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         residents = self._residents.values()
         sums = (
             ("in use", self.used, _sum(residents)),
@@ -425,7 +425,7 @@ class DeviceCache:
         self._residents.move_to_end(digest)
 
     def _victim(self) -> tuple[float, Digest] | None:
-        """Return the least valuable of the longest unused evictable adapters, with its value."""
+        """Find the least valuable of the longest unused evictable adapters, with its value."""
         now_s, seconds_per_byte = self._clock(), self.load_cost.seconds_per_unit
         evictable = ((digest, r) for digest, r in self._residents.items() if r.is_evictable)
         candidates = [

@@ -21,7 +21,7 @@ MAX_LOOKED_AT = 64
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """One adapter in host memory.
+    """Adapter in host memory.
 
     Attributes:
         last_used_s: time of its last use, carried over from the device.
@@ -99,7 +99,7 @@ class HostCache:
         return self._evictable.num_evictions
 
     def has_room_for(self, num_bytes: int, is_worth_less: Callable[[Digest], bool]) -> bool:
-        """Return whether the bytes fit once evictable adapters that are worth less have gone.
+        """Check whether the bytes fit once evictable adapters that are worth less have gone.
 
         Only the next `MAX_LOOKED_AT` to be evicted count.
         """
@@ -111,13 +111,13 @@ class HostCache:
         return room >= num_bytes
 
     def can_put(self, num_bytes: int) -> bool:
-        """Return whether the bytes fit once everything that isn't held has been evicted."""
+        """Check whether the bytes fit once everything that isn't held has been evicted."""
         return self._held_bytes + num_bytes <= self.budget_bytes
 
     def put(self, digest: Digest, adapter: LoadedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
         """Put the adapter in the cache, evicting the least recently used to make room.
 
-        Return False, and change nothing, if it doesn't fit beside what is held.
+        Return False, and change nothing, if it doesn't fit with what is held.
         """
         if not self.can_put(adapter.num_bytes):
             return False
@@ -166,7 +166,7 @@ class HostCache:
         yield from self._evictable.items()
 
     def find(self, digests: Iterable[Digest]) -> dict[Digest, HostEntry]:
-        """Return those of the adapters that are here."""
+        """Select those of the adapters that are here."""
         found = {}
         for digest in digests:
             where = self._held if digest in self._held else self._evictable
@@ -175,7 +175,7 @@ class HostCache:
         return found
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems: list[str] = []
         total = sum(entry.adapter.num_bytes for _, entry in self.items())
         if total != self.num_bytes:

@@ -17,7 +17,7 @@ HEAD_OF_LINE_GRACE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class PendingAdapter:
-    """One adapter in the queue.
+    """Adapter in the queue.
 
     Attributes:
         since_s: time of the first request for it.
@@ -82,10 +82,10 @@ class LoadQueue:
         return pending
 
     def may_load_again(self, failed: AdapterRef) -> bool:
-        """Return, once for an adapter, whether a request names other bytes than a failed load's.
+        """Decide, once for an adapter, whether a request names bytes other than a failed load's.
 
         The memory of an ephemeral version may be freed before it is read. That is no failure for
-        those who hold the same bytes elsewhere.
+        requests that hold the same bytes elsewhere.
         """
         pending = self._pending.get(failed.digest)
         if pending is None or pending.is_second_load or not failed.is_ephemeral:
@@ -106,11 +106,11 @@ class LoadQueue:
         self.leave(digest)
 
     def stale(self, now_s: float) -> list[Digest]:
-        """Return the adapters that no request has asked for in `STALE_AFTER_S`."""
+        """List the adapters that no request has asked for in `STALE_AFTER_S`."""
         return [digest for digest, pending in self._pending.items() if now_s - pending.asked_s > STALE_AFTER_S]
 
     def next_to_load(self, candidates: Sequence[PendingAdapter], num_loading: Mapping[TenantId, int]) -> PendingAdapter:
-        """Return the adapter to load first.
+        """Choose the adapter to load first.
 
         Tenants take turns, those with fewer loads in flight first, each one's adapters in queue
         order.
@@ -158,7 +158,7 @@ class LoadQueue:
             is_first = is_first and not can_ever
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems: list[str] = []
         if any(not pending.tenants for pending in self._pending.values()):
             problems.append("load queue: an adapter is queued for no tenant")
@@ -168,7 +168,7 @@ class LoadQueue:
         return problems
 
     def _order(self, is_placeable: Callable[[Digest], bool]) -> list[Digest]:
-        """Return the placeable adapters in the order in which they get room.
+        """Sort the placeable adapters into the order in which they get room.
 
         The one that the device is reserved for stays first.
         """

@@ -87,7 +87,7 @@ class LoaderPool:
         return len(self._in_flight) < self.num_threads
 
     def num_by_tenant(self) -> Counter[TenantId]:
-        """Return the loads in flight of each tenant."""
+        """Count the loads in flight of each tenant."""
         return Counter(tenant for tenants in self._in_flight.values() for tenant in tenants)
 
     def start(self, ref: AdapterRef, tenants: Iterable[TenantId]) -> None:
@@ -99,7 +99,7 @@ class LoaderPool:
         self._executor.submit(self._run, ref)
 
     def take(self) -> list[LoadResult]:
-        """Return the loads that have ended since the last call, in the order of their ends.
+        """Take the loads that have ended since the last call, in the order of their ends.
 
         They are no longer in flight.
         """
@@ -112,7 +112,7 @@ class LoaderPool:
         return results
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         if len(self._in_flight) > self.num_threads:
             return [f"loaders: {len(self._in_flight)} loads are in flight on {self.num_threads} threads"]
         return []
@@ -168,10 +168,10 @@ class LoadHistory:
     """The outcomes of loads, of the last `_MAX_REMEMBERED` adapters. One thread at a time."""
 
     def __init__(self, device: AdapterDevice) -> None:
-        """Make a record of sizes, which knows no adapter yet.
+        """Make a record of sizes, with no adapter yet.
 
         Args:
-            device: says what an adapter takes of it.
+            device: computes what an adapter takes of it.
         """
         self._device = device
         self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
@@ -205,16 +205,16 @@ class LoadHistory:
         self._sizes[digest] = AdapterSize(self._device.footprint_of(outcome.host), outcome.num_bytes)
 
     def size(self, digest: Digest) -> AdapterSize | None:
-        """Return the adapter's size; None until it was loaded once."""
+        """Look up the adapter's size; None until it was loaded once."""
         return self._sizes.get(digest)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Return why the adapter's last load failed; None if it didn't."""
+        """Look up why the adapter's last load failed; None if it didn't."""
         failure = self._failures.get(digest)
         return failure.error if failure is not None else None
 
     def is_held_off(self, digest: Digest, now_s: float) -> bool:
-        """Return whether the last load failed so recently that it isn't tried again yet."""
+        """Check whether the last load failed so recently that it isn't tried again yet."""
         failure = self._failures.get(digest)
         return failure is not None and now_s < failure.retry_at_s
 
@@ -228,12 +228,12 @@ class LoadHistory:
             self._corruptions.append(Corruption(Digest(error.digest), Digest(error.blob)))
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, the blobs found damaged or gone, one per load that failed for it."""
+        """Take, once, the blobs found damaged or gone, one per load that failed for it."""
         corruptions, self._corruptions = self._corruptions, []
         return corruptions
 
     def stats(self) -> dict[str, int | float | Histogram]:
-        """Return the loads' fields of EngineStats."""
+        """Collect the loads' fields of EngineStats."""
         return {
             "adapter_loads": self._num_loads,
             "adapter_load_failures": self._num_load_failures,

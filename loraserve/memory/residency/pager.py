@@ -1,4 +1,4 @@
-"""Residency of adapters: bring them from the store to the device, and say where each is.
+"""Residency of adapters: bring them from the store to the device, and report where each is.
 
 The way of an adapter's bytes, each step in its module::
 
@@ -12,9 +12,9 @@ The way of an adapter's bytes, each step in its module::
           → `engine.execution.batch`   name the adapter of each row by its handle
           → `loraserve_kernels.ops`    apply_lora: shrink, expand
 
-The step's thread asks and the loaders work: a loader gets an `AdapterRef` and hands back a result
-through a queue, nothing more. All else runs on the step's thread, costs microseconds, and needs no
-lock.
+The step's thread requests and the loaders work: a loader gets an `AdapterRef` and hands back a
+result through a queue, nothing more. All else runs on the step's thread, costs microseconds, and
+needs no lock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pager:
     copies nothing, and the two budgets add up. On a GPU the host cache keeps its copy of a resident
     adapter for as long as it has room: an eviction from the device moves nothing, and coming back
     is one copy. An adapter is resident once its copy has landed; until then its memory is taken,
-    and steps go on without it.
+    and steps continue without it.
 
     Loaded adapters that wait for the device are held in the host cache; where that has no room they
     are dropped, and read again when their turn comes. Beyond the two budgets, host memory holds
@@ -82,7 +82,7 @@ class Pager:
 
         Args:
             store: the blobs; the caller closes it.
-            pool: adapters on the device, which says how they are packed.
+            pool: adapters on the device, which decides how they are packed.
             num_threads: loader threads, and loads in flight.
             load_bytes: host memory of the loads in flight together; one that needs more runs alone.
             weights: the base's, for adapters whose load reads them.
@@ -139,7 +139,7 @@ class Pager:
         return self._queue.reserved_for is not None
 
     def tier(self, digest: Digest) -> Tier:
-        """Return where a request that comes now finds the adapter.
+        """Find the tier in which a new request finds the adapter.
 
         It is usable on the device, in host memory or on its way from there, or on disk.
         """
@@ -149,12 +149,12 @@ class Pager:
 
     @timed
     def request(self, ref: AdapterRef) -> Residency:
-        """Ask for an adapter on the device and start whatever is needed.
+        """Request an adapter on the device and start whatever is needed.
 
         Never block; a request repeats the call at will.
 
         RESIDENT holds until the next `poll`: pin at once. A waiting request repeats the call within
-        `STALE_AFTER_S`, or the adapter leaves the queue (and `poll` says so).
+        `STALE_AFTER_S`, or the adapter leaves the queue (and `poll` returns it).
         """
         digest, now = ref.digest, self._clock()
         self._discarded.discard(digest)
@@ -231,7 +231,7 @@ class Pager:
         return self._pool.pin(digest, self._clock(), is_use=is_use)
 
     def handle(self, digest: Digest) -> AdapterHandle:
-        """Return what a step names a resident adapter by.
+        """Look up the handle by which a step names a resident adapter.
 
         On a CPU these are its packed tensors, on a GPU its slot in the pool.
 
@@ -241,7 +241,7 @@ class Pager:
         return self._pool.handle(digest)
 
     def metadata(self, digest: Digest) -> AdapterMetadata:
-        """Return what is known of a resident adapter beside its weights.
+        """Look up what is known of a resident adapter apart from its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -249,23 +249,23 @@ class Pager:
         return self._pool.metadata(digest)
 
     def memory_share(self, digest: Digest) -> float:
-        """Return the part of the device's memory that an adapter takes; 0 before its first load."""
+        """Compute the share of the device's memory an adapter takes; 0 before its first load."""
         size, arena = self._history.size(digest), self._pool.device.arena_client.arena
         return 0.0 if size is None else size.footprint.num_bytes / max(1, arena.num_pages * arena.page_num_bytes)
 
     def other_resident(self, digest: Digest) -> Digest | None:
-        """Return another adapter that takes requests on the device; None if there is none."""
+        """Find another adapter that takes requests on the device; None if there is none."""
         return next((d for d, _ in self._pool.items() if d != digest and self._pool.takes_requests(d)), None)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Return why the adapter's last load failed; None if it didn't.
+        """Look up why the adapter's last load failed; None if it didn't.
 
         It is an `AdapterUnavailable`, or the `InvalidRequest` of an invalid composition.
         """
         return self._history.error(digest)
 
     def forget_failure(self, digest: Digest) -> None:
-        """Let the next request load the adapter anew, however its last load ended."""
+        """Let the next request load the adapter again, however its last load ended."""
         self._history.forget_failure(digest)
 
     def note_corruption(self, error: AdapterCorrupt) -> None:
@@ -273,14 +273,14 @@ class Pager:
         self._history.note_corruption(error)
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, the blobs found damaged or gone, one per load that failed for it."""
+        """Take, once, the blobs found damaged or gone, one per load that failed for it."""
         return self._history.take_corruptions()
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Bring the adapter to the device and never evict it, or let it be evicted again.
 
         A pin lasts from a successful load on: an adapter whose load fails isn't pinned, and `error`
-        says why.
+        has the reason.
         """
         digest = ref.digest
         self._pool.set_operator_pin(digest, is_pinned)
@@ -302,13 +302,13 @@ class Pager:
             self._free_discarded()
 
     def residency(self, only: Collection[Digest] | None = None) -> list[AdapterResidency]:
-        """Return where each adapter is that is in memory or on its way, or each of `only`."""
+        """List where each adapter is that is in memory or on its way, or each of `only`."""
         return residency_rows(
             self._pool, self._host, self._queue, self._loaders, self._operator_pins, self._clock(), only
         )
 
     def stats(self) -> dict[str, int | float | Histogram]:
-        """Return the adapters' fields of EngineStats."""
+        """Collect the adapters' fields of EngineStats."""
         return {
             **adapter_usage(self._pool, self._host),
             "load_bytes": self._loads.memory.num_bytes,
@@ -320,7 +320,7 @@ class Pager:
         }
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems = [*self._pool.check(), *self._host.check(), *self._loads.check(), *self._queue.check()]
         problems += self._loaders.check()
         in_host = {digest for digest, _ in self._host.items()}
@@ -374,7 +374,7 @@ class Pager:
         )
 
     def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, LoadedAdapter]:
-        """Return the adapters of successful loads; remove those of failed ones from the queue."""
+        """Take the adapters of successful loads; remove those of failed ones from the queue."""
         loaded: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
@@ -403,7 +403,7 @@ class Pager:
         """Place adapters in the queue's order, and return those that are resident now.
 
         While the device is reserved for one adapter, as many residents as cover its footprint are
-        drained: they take no new requests and go when their last pin does. So many small adapters
+        drained: they take no new requests and go when their last pin does. Thus many small adapters
         can't starve a large one, nor adapters in constant use a cold one.
         """
         placed: list[Digest] = []
@@ -427,7 +427,7 @@ class Pager:
         return placed + reopened
 
     def _is_placeable(self, digest: Digest) -> bool:
-        """Return whether the adapter lacks only room: it was read once, and isn't draining."""
+        """Check whether the adapter lacks only room: it was read once, and isn't draining."""
         return digest not in self._pool and self._history.size(digest) is not None
 
     def _can_ever_place(self, digest: Digest) -> bool:

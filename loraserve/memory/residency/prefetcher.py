@@ -1,6 +1,6 @@
 """Reads of adapters to host memory while loaders are idle.
 
-They are those that requests in the queue will ask for, and those likely to be requested again.
+They are those that requests in the queue will need, and those likely to be requested again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HotSet:
         self._next_look_s = 0.0
 
     def note_request(self, ref: AdapterRef) -> None:
-        """Note that a request asks for this adapter.
+        """Note that a request needs this adapter.
 
         Of an ephemeral and a stored version of the same bytes the stored one is remembered: it can
         be read for longer.
@@ -50,22 +50,22 @@ class HotSet:
             self._refs.popitem(last=False)
 
     def forget(self, digest: Digest) -> None:
-        """Don't read the adapter again until a request asks for it."""
+        """Don't read the adapter again until a request needs it."""
         self._refs.pop(digest, None)
 
     def is_stored(self, digest: Digest) -> bool:
-        """Return whether requests have asked for a version of these bytes that isn't ephemeral."""
+        """Check whether requests have asked for a version of these bytes that isn't ephemeral."""
         ref = self._refs.get(digest)
         return ref is not None and not ref.is_ephemeral
 
     def sums_of(self, digest: Digest) -> list[Digest]:
-        """Return the sums that this adapter is a part of."""
+        """List the sums that this adapter is a part of."""
         return [one for one, ref in self._refs.items() if any(part.adapter.digest == digest for part in ref.parts)]
 
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
-        """Return the adapter to read first: of the tenant whose turn is longest ago, the most used.
+        """Choose the adapter to read first: of the tenant served longest ago, the most used.
 
-        Return None if none is wanted, or it is too early to look.
+        Return None if none is needed, or it is too early to look.
 
         Args:
             is_wanted: whether an adapter isn't in memory, and could be.
@@ -113,15 +113,15 @@ class Prefetcher:
         self._hot_set.note_request(ref)
 
     def forget(self, digest: Digest) -> None:
-        """Don't read the adapter again until a request asks for it."""
+        """Don't read the adapter again until a request needs it."""
         self._hot_set.forget(digest)
 
     def is_stored(self, digest: Digest) -> bool:
-        """Return whether requests have asked for a version of these bytes that isn't ephemeral."""
+        """Check whether requests have asked for a version of these bytes that isn't ephemeral."""
         return self._hot_set.is_stored(digest)
 
     def sums_of(self, digest: Digest) -> list[Digest]:
-        """Return the sums that requests have asked for with this adapter as a part."""
+        """List the sums that requests have asked for with this adapter as a part."""
         return self._hot_set.sums_of(digest)
 
     def prefetch(self, refs: Sequence[AdapterRef], now_s: float) -> None:

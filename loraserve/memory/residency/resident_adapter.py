@@ -1,4 +1,4 @@
-"""One adapter with memory on the device: its state, from its arrival to its eviction."""
+"""Adapter with memory on the device: its state, from its arrival to its eviction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraserve.types import Digest
 
 
 class AdapterState(Enum):
-    """How far an adapter with memory on the device is, from its arrival to its eviction."""
+    """State of an adapter with memory on the device, from its arrival to its eviction."""
 
     ARRIVING = auto()
     """The copy runs: steps can't use the adapter, and its memory can't be freed."""
@@ -26,7 +26,7 @@ class AdapterState(Enum):
 
 @dataclass(slots=True)
 class ResidentAdapter:
-    """One adapter with memory on the device.
+    """Adapter with memory on the device.
 
     Attributes:
         started_s: when it got its memory, by the cache's clock.

@@ -1,4 +1,4 @@
-"""Where adapters are and how much memory they have, for operators and metrics."""
+"""Places of adapters and the memory that they have, for operators and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def residency_rows(
     now_s: float,
     only: Collection[Digest] | None = None,
 ) -> list[AdapterResidency]:
-    """Return a row for each adapter that is on the device, in host memory or in the queue.
+    """Build a row for each adapter that is on the device, in host memory or in the queue.
 
     Args:
         loading: adapters whose loads are in flight.
@@ -70,7 +70,7 @@ def residency_rows(
 
 
 def memory_usage(arena: Arena) -> dict[str, int]:
-    """Return EngineStats' fields for the arena: used, idle and free bytes, which add up to all."""
+    """Sum EngineStats' fields for the arena: used, idle and free bytes, which add up to all."""
     page = arena.page_num_bytes
     sums = {"device_bytes": arena.num_pages * page, "free_bytes": arena.num_free * page}
     for owner, name in ((Owner.KV, "kv"), (Owner.ADAPTERS, "adapter")):
@@ -82,7 +82,7 @@ def memory_usage(arena: Arena) -> dict[str, int]:
 
 
 def adapter_usage(pool: DeviceCache, host_cache: HostCache) -> dict[str, int]:
-    """Return EngineStats' fields for adapters in both tiers: number, size and evictions."""
+    """Collect EngineStats' fields for adapters in both tiers: number, size and evictions."""
     return {
         "device_adapters": len(pool),
         "device_adapter_bytes": pool.num_bytes,

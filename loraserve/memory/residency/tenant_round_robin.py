@@ -52,7 +52,7 @@ class TenantRoundRobin:
     def order(
         self, entries: Sequence[tuple[T, Collection[TenantId]]], num_ahead: Mapping[TenantId, int] = _NONE_IN_FLIGHT
     ) -> list[T]:
-        """Return the entries in the order of their turns.
+        """Sort the entries into the order in which tenants take turns.
 
         Each tenant's first comes before any tenant's second; one tenant's are in the given order.
 

@@ -45,7 +45,7 @@ class AdapterPlaces:
         It must live until they have run.
 
         Args:
-            plan: of all rows; kept: of those that the last layer goes on with.
+            plan: of all rows; kept: of those that the last layer continues with.
         """
         return [*self._fill(plan, num_threads, is_kept=False), *self._fill(kept, num_threads, is_kept=True)]
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class Norm(Protocol):
     """An RMSNorm before a layer's linears, and the sum of the residual stream before it.
 
-    It knows what is done to the delta first.
+    It decides what is done to the delta first.
     """
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
-        """Return the normed rows in what linears take; valid until `hidden` changes."""
+        """Norm the rows to what linears take; valid until `hidden` changes."""
         ...
 
     def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
@@ -66,7 +66,7 @@ class DecoderLayer:
     rope: int | None = 0
 
     def linear(self, site: str) -> LoraLinear | None:
-        """Return the linears of a site; None where the layer has none.
+        """Look up the linears of a site; None where the layer has none.
 
         Of experts, the shared one's are those of an MLP.
         """
@@ -83,7 +83,7 @@ class BackendStep(Protocol):
     """State that all layers of a step share."""
 
     def embed(self, embedding: EmbeddingTable) -> Tensor:
-        """Return the rows' residual stream before the first layer.
+        """Embed the rows: their residual stream before the first layer.
 
         It is [num_tokens, hidden_size] float32.
         """
@@ -102,14 +102,14 @@ class BackendStep(Protocol):
 
 
 class LayersProgram(Protocol):
-    """All layers of a step on a CPU, computed as one. One thread at a time calls its methods."""
+    """Program of all layers of a step on a CPU. One thread at a time calls its methods."""
 
     def takes(self, kv: KVTensors) -> bool:
-        """Return whether it reads this cache."""
+        """Check whether it reads this cache."""
         ...
 
     def hidden(self, num_rows: int) -> Tensor:
-        """Return where `run` reads the residual stream of a step's rows, to be written.
+        """Provide the memory from which `run` reads the residual stream of a step's rows.
 
         It is [num_rows, hidden_size] float32, before the first layer.
         """
@@ -138,17 +138,17 @@ class Backend(Protocol):
     kv_dtype: torch.dtype
 
     def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        """Return the linear of these weights; neither is kept."""
+        """Build the linear of these weights; neither is kept."""
         ...
 
     def head(self, weight: Tensor | QuantizedWeight) -> Linear:
-        """Return the linear that makes logits; they're float32."""
+        """Build the linear that makes logits; they're float32."""
         ...
 
     def norm(
         self, weight: Tensor | None, eps: float, *, delta_weight: Tensor | None = None, delta_scale: float = 1.0
     ) -> Norm:
-        """Return the norm with this weight; None: the sum goes on as it is.
+        """Build the norm with this weight; None: the sum stays as it is.
 
         Before they are added, deltas pass the norm with `delta_weight`, where there is one, and are
         multiplied with `delta_scale`.
@@ -156,14 +156,14 @@ class Backend(Protocol):
         ...
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Return ``activation(gate) * up`` for gate_up, whose first half is the gate.
+        """Compute ``activation(gate) * up`` for gate_up, whose first half is the gate.
 
         gate_up is [num_tokens, 2 * size].
         """
         ...
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
-        """Take what `begin` needs to know of the model; called once.
+        """Take what `begin` needs of the model; called once.
 
         Its layers' rotary embeddings are among it.
         """
@@ -172,7 +172,7 @@ class Backend(Protocol):
     def program(
         self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear | None, progress: Progress
     ) -> LayersProgram | None:
-        """Return all layers of a step as one program; None: they're computed one by one.
+        """Build all layers of a step as one program; None: they're computed one by one.
 
         `bind` was called.
         """

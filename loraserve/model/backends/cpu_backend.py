@@ -119,7 +119,10 @@ class CpuStep:
         return self._attended.view(qkv.shape[0], -1)
 
     def _rotate_and_store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Return the queries, [num_tokens, num_heads, head_dim]."""
+        """Rotate queries and keys and store keys and values; return the queries.
+
+        They are [num_tokens, num_heads, head_dim].
+        """
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, config.head_dim)

@@ -17,14 +17,14 @@ from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 
 @dataclass(frozen=True, slots=True)
 class RowRounding:
-    """How kernels read rows that are rounded to int8.
+    """Form in which kernels read rows that are rounded to int8.
 
     Attributes:
         offset: what is added to the codes.
         is_wide: whether they are int16.
-        group_size: inputs whose codes are summed beside; 0: none are.
+        group_size: inputs whose codes are summed too; 0: none are.
         rotation: inputs of a Hadamard block by which rows are rotated before; 0: they aren't.
-        scale_group: inputs that share a scale, whose codes are summed beside; 0: a row's do.
+        scale_group: inputs that share a scale, whose codes are summed too; 0: a row's do.
     """
 
     offset: int
@@ -92,7 +92,7 @@ class OutputRows:
 
 
 def rounding_of(linear: Linear) -> RowRounding | None:
-    """Return how a linear's kernels, or the first of its parts' that does, read rounded rows."""
+    """Find how a linear's kernels, or the first of its parts' that does, read rounded rows."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
     if isinstance(linear, JoinedLinear):
@@ -108,7 +108,7 @@ def rounding_of(linear: Linear) -> RowRounding | None:
 
 
 def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
-    """Return the words that have a kernel round its rows."""
+    """Build the words that have a kernel round its rows."""
     from loraserve_kernels.cpu.linear import row_quantization as k
 
     if rounding is None:

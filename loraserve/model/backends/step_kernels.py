@@ -1,4 +1,4 @@
-"""The kernels of a base's steps, and the buffers that they work on, for up to so many rows."""
+"""The kernels of a base's steps, and the buffers that they work on, for up to a number of rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Schedule:
         self._ends[name] = len(self._items)
 
     def finished(self) -> tuple[dict[str, list[Item]], dict[str, list[Item]]]:
-        """Return the items up to each end, by layer, and with ranges joined."""
+        """Group the items up to each end by layer, and join their ranges."""
         by_layer = {name: self._items[:count] for name, count in self._ends.items()}
         return by_layer, {name: _joined(items) for name, items in by_layer.items()}
 
@@ -98,7 +98,7 @@ def _joined(items: Sequence[Item]) -> list[Item]:
 
 
 class StepKernels:
-    """All kernels of a base's steps of up to `capacity` rows, in order, with their buffers.
+    """Kernels of a base's steps of up to `capacity` rows, in order, with their buffers.
 
     Attributes:
         program: the kernels.
@@ -108,7 +108,7 @@ class StepKernels:
         hidden: [capacity, hidden_size] float32, the residual stream.
         x: rows that have passed a norm.
         all_rows, kept_rows: word of an argument block → kernels that have the number of rows there:
-            of all, or of those that the last layer goes on with.
+            of all, or of those that the last layer continues with.
         rotary, attention: each layer's kernel.
         gathers: kernels that pick the kept rows.
         adapters: places of the adapters' kernels.
@@ -478,7 +478,7 @@ class StepKernels:
 
 
 def _norm_parts(norm: Norm) -> tuple[RMSNorm | None, RMSNorm | None, float]:
-    """Return the norm of the sum, that of the delta, and what the delta is multiplied with."""
+    """Split a norm into that of the sum, that of the delta, and the delta's multiplier."""
     if isinstance(norm, RMSNorm):
         return norm, None, 1.0
     if isinstance(norm, ResidualNorm):
@@ -487,5 +487,5 @@ def _norm_parts(norm: Norm) -> tuple[RMSNorm | None, RMSNorm | None, float]:
 
 
 def _float_word(number: float) -> int:
-    """Return a word whose first half is this float32."""
+    """Pack a float32 into the first half of a word."""
     return int(np.array([number, 0], dtype=np.float32).view(np.int64)[0])

@@ -1,4 +1,4 @@
-"""All layers of a step on a CPU as one program: the kernels between embedding and logits, in order.
+"""Program of all layers of a step on a CPU: the kernels between embedding and logits, in order.
 
 The decoder's own loop calls an operator at a time, each of which allocates its result and wakes its
 threads: of a step with one row that is most of the time. Here the buffers stay and the kernels'
@@ -49,7 +49,7 @@ class StepProgram:
 
     Args:
         config: the base's, which `can_run` takes.
-        progress: told of each layer of a long step.
+        progress: notified of each layer of a long step.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class StepProgram:
         self._max_positions = min(rotary.cos.shape[0] for rotary in rotaries) if rotaries else 1 << 62
         self._kernels: StepKernels | None = None
         self._kv: KVTensors | None = None
-        # rows and kept rows that the kernels' blocks say
+        # rows and kept rows in the kernels' blocks
         self._num_rows = (0, 0)
         self._has_adapters = self._has_norms = False
 
     @staticmethod
     def can_run(config: ModelConfig) -> bool:
-        """Return whether the kernels take a base's heads."""
+        """Check whether the kernels take a base's heads."""
         return config.head_dim % LANES == 0
 
     @property
@@ -81,7 +81,7 @@ class StepProgram:
         return 0 if self._kernels is None else self._kernels.num_bytes
 
     def takes(self, kv: KVTensors) -> bool:
-        """Return whether the kernels read this cache."""
+        """Check whether the kernels read this cache."""
         if kv is self._kv:
             return True
         return kv.block_size % LANES == 0 and all(
@@ -90,7 +90,7 @@ class StepProgram:
         )
 
     def hidden(self, num_rows: int) -> Tensor:
-        """Return where `run` reads the residual stream of a step's rows, to be written.
+        """Provide the memory from which `run` reads the residual stream of a step's rows.
 
         It is [num_rows, hidden_size] float32, before the first layer.
         """
@@ -241,7 +241,7 @@ class StepProgram:
         return alive
 
     def _set_norms(self, kernels: StepKernels, lora: LoraPlan | None, kept: LoraPlan | None) -> list[object]:
-        """Write which rows have norms of their adapter's own; return the tables that say so."""
+        """Write which rows have norms of their adapter's own; return the tables of them."""
         alive: list[object] = []
         plans = [plan for plan in (lora, kept) if plan is not None and plan.has_norms]
         if not plans and not self._has_norms:
@@ -264,7 +264,7 @@ def _set_head(kernels: StepKernels, num_kept: int) -> Tensor:
 
 
 def _norm_table(plan: LoraPlan, own: OwnNorm) -> npt.NDArray[np.int64]:
-    """Return the address of each row's weight of a norm."""
+    """Build the table with the address of each row's weight of a norm."""
     table = np.full(plan.num_tokens, own.base, dtype=np.int64)
     for segment in plan.segments:
         weight = segment.adapter.norms.get((own.layer, own.name))

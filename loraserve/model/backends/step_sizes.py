@@ -1,4 +1,4 @@
-"""Sizes of the buffers that a base's step program keeps, for so many rows: no torch, no numba."""
+"""Sizes of the buffers that a base's step program keeps, by number of rows: no torch, no numba."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SMALLEST_GROUP = 16
 
 
 def capacity_of(num_rows: int) -> int:
-    """Return the rows that buffers are made for: at most a quarter more than are asked for.
+    """Choose the rows that buffers are built for: at most a quarter more than are needed.
 
-    There are few such sizes, since a step of more rows than before makes all kernels anew.
+    There are few such sizes, since a step of more rows than before makes all kernels again.
     """
     unit = (1 << (num_rows - 1).bit_length()) // _CAPACITIES_PER_DOUBLING
     unit = max(_SMALLEST_CAPACITY, unit)
@@ -23,7 +23,7 @@ def capacity_of(num_rows: int) -> int:
 
 
 def buffer_bytes(config: ModelConfig, num_rows: int) -> int:
-    """Return the bytes of a program's buffers once a step has had this many rows.
+    """Compute the bytes of a program's buffers once a step has had this many rows.
 
     Codes in int8 are counted as on processors without VNNI, which take two bytes for each.
     """
@@ -39,10 +39,10 @@ def buffer_bytes(config: ModelConfig, num_rows: int) -> int:
 
 
 def _input_bytes(width: int) -> int:
-    """Return the bytes of a row that linears read: values, codes, scales and starts of groups."""
+    """Compute the bytes of a row that linears read: values, codes, scales and starts of groups."""
     return 4 * width + 4 * -(-width // 2) + 8 * -(-width // SMALLEST_GROUP)
 
 
 def _output_bytes(width: int) -> int:
-    """Return the bytes of a row that linears write."""
+    """Compute the bytes of a row that linears write."""
     return 4 * (-(-width // _LARGEST_TILE) * _LARGEST_TILE + _LARGEST_TILE)

@@ -1,6 +1,6 @@
 """Plan of a base, from its config and the headers of its files.
 
-It says which linears become one, which tensors must exist, and which formats they are kept in. The
+It lists which linears become one, which tensors must exist, and which formats they are kept in. The
 loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
 """
 
@@ -24,7 +24,7 @@ from loraserve_kernels.common.formats import GROUP_SIZES, ROUNDED_BY_ROW, ROUNDE
 from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
-"""A buffer that old Llama checkpoints carry; the config says the same."""
+"""A buffer that old Llama checkpoints carry; the config has the same."""
 
 HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
 """The head's error goes straight into the logits,
@@ -58,7 +58,7 @@ class SitePlan:
 
     Attributes:
         layer: 0 for the head.
-        name: as adapters know it; empty of experts and their router.
+        name: as adapters name it; empty of experts and their router.
         quantize: what float weights are rounded to; ``none``: they aren't.
     """
 
@@ -134,7 +134,7 @@ class Blueprint:
 
     @property
     def stored_embedding(self) -> StoredWeight | None:
-        """How the embedding is stored; None: as floats."""
+        """Storage of the embedding; None: as floats."""
         return self.stored.get(_embedding_path(self.config))
 
     @property
@@ -148,7 +148,7 @@ class Blueprint:
     def spec(
         self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int, is_whole: bool = True
     ) -> BaseSpec:
-        """Return the base's spec, which other packages read.
+        """Build the base's spec, which other packages read.
 
         Args:
             dtype: of what isn't quantized.
@@ -206,7 +206,7 @@ class Blueprint:
 
 
 def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str) -> Blueprint:
-    """Return what is built of a config and a checkpoint, whose headers are what the config says.
+    """Draw up what is built of a config and a checkpoint, whose headers must match the config.
 
     Raises:
         ConfigError: the checkpoint is quantized to something else than `quantize`.
@@ -216,7 +216,7 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
     stored = _find_stored_weights(config, tensors)
     if stored:
         check_contradiction(config.quantization, sorted({weight.scheme.format for weight in stored.values()}), quantize)
-        # what the checkpoint has in a float dtype stays so, but for the head beside weights that
+        # what the checkpoint has in a float dtype stays so, but for the head next to weights that
         # were made to be served with rounded activations
         quantize = "none"
     is_rotated = any(weight.scheme.rotation for weight in stored.values())
@@ -250,7 +250,7 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
 
 
 def check_gpu(config: ModelConfig) -> None:
-    """Return if a GPU's kernels have all that this model needs.
+    """Raise an error unless a GPU's kernels have all that this model needs.
 
     Raises:
         ConfigError: they haven't; it names what.
@@ -262,7 +262,7 @@ def check_gpu(config: ModelConfig) -> None:
 
 
 def check_gpu_blocks(config: QuantizationConfig | None) -> None:
-    """Return if a GPU's kernels read all blocks of a GGUF file; no-op for other checkpoints.
+    """Raise an error unless a GPU's kernels read all blocks of a GGUF file, if it is one.
 
     Raises:
         ConfigError: they don't; it names the types.
@@ -277,7 +277,7 @@ def check_gpu_blocks(config: QuantizationConfig | None) -> None:
 
 
 def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str) -> frozenset[str]:
-    """Return the formats of weights whose activations are rounded to int8 on a CPU.
+    """Choose the formats of weights whose activations are rounded to int8 on a CPU.
 
     By row they are ``int8``, for weights by output channel, and ``int4``; in groups of 32 inputs
     ``int8-g32`` and ``int4-g32``, which weights take that aren't rotated and have such groups.
@@ -290,7 +290,7 @@ def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:
-        ConfigError: int8 is asked for, on a GPU or of a base without such weights.
+        ConfigError: int8 is requested, on a GPU or of a base without such weights.
     """
     if activation_dtype == "int8":
         if device != "cpu":
@@ -321,10 +321,10 @@ def _can_round(blueprint: WeightFormats) -> bool:
 
 
 def context_len(config: ModelConfig, max_model_len: int | None) -> int:
-    """Return the longest context that is served: what is asked for, or what the config says.
+    """Choose the longest context that is served: the requested one, or the config's.
 
     Raises:
-        ConfigError: more is asked for than the model's positions cover.
+        ConfigError: more is requested than the model's positions cover.
     """
     if max_model_len is None:
         return config.max_model_len
@@ -338,7 +338,7 @@ def context_len(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def _norm_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sites of a layer, by their names inside it."""
+    """List the sizes of a layer's norms, by their names inside it."""
     architecture = config.architecture
     names = (
         architecture.attention_norm,
@@ -395,7 +395,7 @@ def _expect_site(
 
 
 def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """Return the linears that the checkpoint holds quantized, by path."""
+    """Find the linears that the checkpoint holds quantized, by path."""
     linears = {
         module.path: (module.out_features, site.in_features, module.has_bias)
         for layer in range(config.num_layers)
@@ -415,7 +415,7 @@ def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor
 
 
 def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePlan, ...]:
-    """Return what the checkpoint holds of a site's linears."""
+    """Plan what the checkpoint holds of a site's linears."""
     architecture, prefix = config.architecture, f"{config.architecture.layers}.{layer}."
     modules = tuple(
         ModulePlan(prefix + architecture.module_paths[module], config.module_shapes[module][0], config.has_bias(module))
@@ -429,7 +429,7 @@ def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePla
 
 
 def _layer_sites(config: ModelConfig) -> list[str]:
-    """Return the sites of a layer that adapters know."""
+    """List the sites of a layer that adapters can change."""
     return [site for site in LAYER_SITES if SITES[site][0] in config.module_shapes]
 
 
@@ -444,7 +444,7 @@ def _expert_modules(config: ModelConfig, prefix: str, inner: int) -> Iterator[tu
 
 
 def _experts_spec(config: ModelConfig) -> ExpertsSpec | None:
-    """Return a layer's mixture of experts as adapters change it; None where there is none."""
+    """Describe a layer's mixture of experts as adapters change it; None where there is none."""
     if config.experts is None:
         return None
     paths, sizes, hidden = _experts_of(config.architecture), config.experts, config.hidden_size
@@ -469,7 +469,7 @@ def _experts_spec(config: ModelConfig) -> ExpertsSpec | None:
 
 
 def shared_expert(config: ModelConfig) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Return the shared expert's linears by the names of an MLP's: path in a layer, and shape."""
+    """Map an MLP's linears to the shared expert's: path in a layer, and shape."""
     if config.experts is None or config.experts.shared_intermediate_size is None:
         return {}
     paths = _experts_of(config.architecture)
@@ -496,7 +496,7 @@ def _embedding_path(config: ModelConfig) -> str:
 
 
 def check_contradiction(quantization: QuantizationConfig | None, formats: list[str], quantize: str) -> None:
-    """Return if a checkpoint in these formats may be served as `quantize`.
+    """Raise an error if a checkpoint in these formats can't be served as `quantize`.
 
     Raises:
         ConfigError: it would be quantized again.

@@ -14,7 +14,7 @@ from loraserve.model.parallel.shard import Shard, SiteCut
 
 
 def cut_of(shard: Shard, plan: SitePlan) -> SiteCut:
-    """Return the part of a site's weight."""
+    """Choose the part of a site's weight."""
     if plan.kind is SiteKind.ROUTER:
         return SiteCut(None, None)
     if plan.kind is not SiteKind.EXPERT:
@@ -24,17 +24,17 @@ def cut_of(shard: Shard, plan: SitePlan) -> SiteCut:
 
 
 def is_row_parallel(plan: SitePlan) -> bool:
-    """Return whether ranks share a site's inputs, and not its outputs."""
+    """Check whether ranks share a site's inputs, and not its outputs."""
     return plan.name in ("o", "down") or (plan.kind is SiteKind.EXPERT and len(plan.modules) == 1)
 
 
 def rotation_of(rotations: Rotations, plan: SitePlan) -> int:
-    """Return the inputs of a Hadamard block of a site's float weights; 0: they aren't rotated."""
+    """Choose the inputs of a Hadamard block of a site's float weights; 0: they aren't rotated."""
     return rotations.block(plan.quantize, plan.in_features, is_row_parallel=is_row_parallel(plan))
 
 
 def check_grid(blueprint: Blueprint, grid: Grid) -> None:
-    """Return if a base can be shared by so many processes.
+    """Raise an error if a base can't be shared by that many processes.
 
     Raises:
         ConfigError: it can't; the message says what doesn't divide, and which numbers do.
@@ -61,7 +61,7 @@ def check_grid(blueprint: Blueprint, grid: Grid) -> None:
 
 
 def _problem(blueprint: Blueprint, size: int) -> str | None:
-    """Return what can't be cut into so many parts; None: all can."""
+    """Describe what can't be cut into that many parts; None: all can."""
     config = blueprint.config
     if size > LIMITS.max_ranks:
         return f"at most {LIMITS.max_ranks} ranks are served"
@@ -95,7 +95,7 @@ def _problem(blueprint: Blueprint, size: int) -> str | None:
 
 
 def _group(blueprint: Blueprint, plan: SitePlan) -> int:
-    """Return how many inputs of a row-parallel linear must stay together: those with one scale."""
+    """Compute how many inputs of a row-parallel linear must stay together: those with one scale."""
     stored = blueprint.stored.get(plan.modules[0].path)
     if stored is None:
         format, group = plan.quantize, 1

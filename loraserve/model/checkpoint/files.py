@@ -74,7 +74,7 @@ class Checkpoint:
                 file.close()
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
-        """Return these rows of a tensor, [end - start, ...], in memory of their own.
+        """Read these rows of a tensor, [end - start, ...], into memory of their own.
 
         Raises:
             ModelError: as `read`.
@@ -128,7 +128,7 @@ def _read_tensor(
 
 
 def _put_back(tensor: Tensor, stored: StoredTensor) -> Tensor:
-    """Return a tensor as a checkpoint has it: rows in their order, numbers without the offset."""
+    """Put a tensor's rows back in their order, and its numbers without the offset."""
     if stored.num_heads:
         heads = tensor.view(stored.num_heads, -1, 2, *tensor.shape[1:])
         tensor = heads.transpose(1, 2).reshape(tensor.shape)

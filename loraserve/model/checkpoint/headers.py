@@ -66,7 +66,7 @@ class StoredTensor:
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
-    """Return every tensor by name, ordered by file and in a file by place.
+    """Read the header of every tensor by name, ordered by file and in a file by place.
 
     They are those of ``model.safetensors``, of the shards that ``model.safetensors.index.json``
     names, of the directory's only file of this kind, or of the GGUF file that the directory was
@@ -82,7 +82,7 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def decoder_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by the names that they have in a model of text alone.
+    """Rename a checkpoint's tensors to the names that they have in a model of text alone.
 
     Those of the parts of a wrapper that read images or sound are left out.
 
@@ -120,7 +120,7 @@ def _read_safetensors(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def _of_gguf(gguf: Gguf) -> dict[str, StoredTensor]:
-    """Return the tensors of a GGUF file; quantized ones as rows of bytes."""
+    """List the tensors of a GGUF file; quantized ones as rows of bytes."""
     placed = (_of_placed(one) for one in place_tensors(gguf))
     return {stored.name: stored for stored in placed}
 
@@ -165,7 +165,7 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> list[StoredTensor]:
-    """Return the file's tensors in the order of their bytes.
+    """Read the file's tensors in the order of their bytes.
 
     They tile what follows the header exactly.
     """

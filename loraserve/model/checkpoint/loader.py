@@ -72,7 +72,7 @@ def load_model(
     progress: Progress | None = None,
     member: GroupMember | None = None,
 ) -> Decoder:
-    """Return the base model of `model_dir`, ready to run.
+    """Load the base model of `model_dir`, ready to run.
 
     Args:
         model_id: the name that clients use.
@@ -81,18 +81,18 @@ def load_model(
             already. ``int8``, ``int4``, ``nf4`` or ``fp8``: what a float checkpoint's linears are
             rounded to while they stream in; the head to int8 for the two of 4 bits.
         device: ``cpu`` or ``cuda``.
-        max_model_len: None: what the config says. More than that only as far as its rope scaling
+        max_model_len: None: the config's. More than that only as far as its rope scaling
             covers.
         activation_dtype: as for `blueprint.rounded_formats`.
-        progress: told how far the load is, and by the decoder of each part of a forward pass; None:
-            nothing reads it.
+        progress: notified how far the load is, and by the decoder of each part of a forward pass;
+            None: nothing reads it.
         member: of the group that shares the base, of which this process holds its part, on a CPU;
             None: it holds all of it.
 
     Raises:
-        ConfigError: this machine can't do what is asked, the base can't be cut so, max_model_len is
-            more than the model has, the checkpoint is quantized to something else than `quantize`,
-            or no linear can round its activations to `activation_dtype`.
+        ConfigError: this machine can't do what is requested, the base can't be cut so,
+            max_model_len is more than the model has, the checkpoint is quantized to something else
+            than `quantize`, or no linear can round its activations to `activation_dtype`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
             wrong with the directory, and where.
     """
@@ -129,7 +129,7 @@ def load_model(
 
 
 def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounded: Collection[str] = ("int8",)) -> Backend:
-    """Return the backend of a kind of device.
+    """Build the backend of a kind of device.
 
     Args:
         rounded: formats of weights for which a CPU rounds activations to int8, as
@@ -239,7 +239,7 @@ class _Loader:
         )
 
     def _facts(self, tensors: Tensors, size_bytes: int, head: Linear | None) -> PartFacts:
-        """Return what is to be known of this part.
+        """Collect what is to be known of this part.
 
         How a router multiplies, in float32 always, isn't counted.
         """
@@ -253,7 +253,7 @@ class _Loader:
         )
 
     def _shared(self, facts: PartFacts) -> PartFacts:
-        """Return the facts of the whole base on rank 0; of this part on the others."""
+        """Share the facts: those of the whole base on rank 0; of this part on the others."""
         member = self._member
         if member is None:
             return facts
@@ -304,13 +304,13 @@ class _Loader:
         self._tensors[name] = tensor
 
     def _embedding(self) -> Tensor | QuantizedWeight | None:
-        """Return the embedding as the checkpoint holds it; None: this stage hasn't read it."""
+        """Take the embedding as the checkpoint holds it; None: this stage hasn't read it."""
         tensor = self._tensors.pop(self._config.architecture.embedding, None)
         stored = self._blueprint.stored_embedding
         return tensor if tensor is None or stored is None else assemble(stored, {"weight": tensor})
 
     def _make_table(self, embedding: Tensor | QuantizedWeight | None, head: Linear | None) -> EmbeddingTable:
-        """Return the embedding, or this rank's part of it."""
+        """Build the embedding's table, or this rank's part of it."""
         if embedding is None:
             raise InvariantViolation("a base has no embedding")
         if isinstance(embedding, QuantizedWeight):
@@ -322,7 +322,7 @@ class _Loader:
         return table.to(self._backend.device)
 
     def _make_head(self, embedding: Tensor | QuantizedWeight | None) -> Linear:
-        """Return the checkpoint's head, or the embedding as the head."""
+        """Build the head: the checkpoint's, or the embedding as the head."""
         if self._head is not None:
             return _finished(self._head)
         if embedding is None:
@@ -386,11 +386,11 @@ class _Loader:
         )
 
     def _name(self, layer: int, name: str | None) -> str | None:
-        """Return the whole name of a layer's tensor, if it has such a one."""
+        """Format the whole name of a layer's tensor, if it has such a one."""
         return None if name is None else f"{self._config.architecture.layers}.{layer}.{name}"
 
     def _norm(self, name: str | None, delta_name: str | None) -> Norm:
-        """Return the norm of the sum that a delta was added to.
+        """Build the norm of the sum that a delta was added to.
 
         The delta is normed itself where it has a norm.
         """
@@ -442,7 +442,7 @@ def _multiplied(linears: Iterable[Linear]) -> list[Multiplied]:
 
 
 def _arithmetic(facts: PartFacts) -> dict[str, str]:
-    """Return what the spec says of how linears multiply."""
+    """Join the spec's fields on how linears multiply."""
     every = [*facts.layers, *facts.experts, *facts.head]
     names = ("arithmetic", "kernels", "instructions")
     # each once, in the order in which they come
@@ -454,7 +454,7 @@ def _unnamed(sink: Callable[[Tensor], None]) -> Callable[[str, Tensor], None]:
 
 
 def base_digest(identity: Mapping[str, object], tensors: Tensors) -> Digest:
-    """Return the SHA-256 of what a base computes.
+    """Hash what a base computes, by SHA-256.
 
     That is its config's identity and its tensors' names, dtypes, shapes and content. The same
     weights in other shards, or in another order, have the same digest. Every part is framed: no two

@@ -108,7 +108,7 @@ class OriginalBase:
         yield from site.rows(start, start + size)
 
     def bias(self, layer: int, module: str) -> Tensor | None:
-        """Return a linear's bias, [out_features] float32; None where it has none."""
+        """Read a linear's bias, [out_features] float32; None where it has none."""
         if module not in self.config.module_shapes or not self.config.has_bias(module):
             return None
         site, start = self._site(layer, module)
@@ -120,7 +120,7 @@ class OriginalBase:
         return None
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP; None where that is an MLP."""
+        """Build what stands in the place of a layer's MLP; None where that is an MLP."""
         experts = self.config.experts
         if experts is None:
             return None
@@ -128,12 +128,12 @@ class OriginalBase:
         return make_mixture(experts, self._routers[layer], self._experts[layer], gated)
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, float32, by the name of its tensor."""
+        """Read what a norm multiplies with, float32, by the name of its tensor."""
         weight = self._checkpoint.rows(name, 0, self._checkpoint.tensors[name].shape[0]).float()
         return weight + self.config.architecture.norm_offset
 
     def modules_of(self, plan: SitePlan) -> tuple[str, ...]:
-        """Return the modules of a layer's site, in the order of their rows."""
+        """List the modules of a layer's site, in the order of their rows."""
         return SITES[plan.name]
 
     def site_rows(self, plan: SitePlan) -> Iterator[Tensor]:
@@ -143,7 +143,7 @@ class OriginalBase:
         )
 
     def _site(self, layer: int, module: str) -> tuple[StreamedLinear, int]:
-        """Return the site that a layer's module is a part of, and the module's first row."""
+        """Find the site that a layer's module is a part of, and the module's first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
         if (layer, site) not in self._sites and module in self._shapes:
             # of the shared expert, which comes last
@@ -175,7 +175,7 @@ class StreamedLinear:
 
     @property
     def bias(self) -> Tensor | None:
-        """Return the bias of all linears together; None where none has one.
+        """Bias of all linears together; None where none has one.
 
         It is [out_features] float32 on the device.
         """

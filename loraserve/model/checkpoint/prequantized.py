@@ -27,7 +27,7 @@ _ROWS_AT_A_TIME = 1024
 
 
 def assemble(stored: StoredWeight, parts: Mapping[str, Tensor]) -> QuantizedWeight:
-    """Return the weight of these tensors, as many as `stored.tensors` names.
+    """Assemble a weight from these tensors, as many as `stored.tensors` names.
 
     Codes are copied only where their bits must be moved.
 
@@ -76,7 +76,7 @@ class _Assembly:
         return self._finish(codes, parts["weight_scale"], zeros, parts.get("weight_g_idx"))
 
     def _zeros(self, packed: Tensor) -> Tensor:
-        """Return each group's code for 0, [out_features, groups] uint8.
+        """Unpack each group's code for 0, [out_features, groups] uint8.
 
         They are read from words that hold the codes of four channels, or of eight for int4.
         """
@@ -178,7 +178,7 @@ class _Assembly:
         )
 
     def _absmax(self, parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-        """Return the scales, float32; quantized themselves where the checkpoint is nested."""
+        """Read the scales, float32; quantized themselves where the checkpoint is nested."""
         absmax = parts["weight.absmax"]
         if "weight.nested_absmax" not in parts:
             return absmax

@@ -131,7 +131,7 @@ class Site:
         return linears[0] if len(linears) == 1 else JoinedLinear(linears)
 
     def _made(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, first: int, last: int) -> Linear:
-        """Return the linear of these modules."""
+        """Make the linear of these modules."""
         if self._cut is not None:
             weight, bias = self._cut(weight, bias, self._first_rows[first], self._first_rows[last])
         return self._make(weight, bias)
@@ -169,7 +169,7 @@ def make_site(
     device: torch.device,
     cut: Cut | None = None,
 ) -> tuple[Site, dict[str, Callable[[Tensor], None]]]:
-    """Return the site of a plan, and what takes each of its tensors, by name.
+    """Build the site of a plan, and what takes each of its tensors, by name.
 
     Args:
         stored: linears that the checkpoint holds quantized, by path.
@@ -199,7 +199,7 @@ def make_site(
 
 
 def return_free_memory() -> None:
-    """Give back to the system what was freed.
+    """Release freed memory to the system.
 
     glibc keeps it otherwise, in pieces that the next tensors may not fit.
     """

@@ -13,7 +13,7 @@ from loraserve.model.gguf.gguf_folder import find_gguf, gguf_folder
 
 
 def local_model_dir(path: Path) -> Path:
-    """Return the directory that means a base on this machine: a path itself, or a GGUF file's.
+    """Find the directory that means a base on this machine: a path itself, or a GGUF file's.
 
     What ``hf:`` names on the hub is fetched first.
 
@@ -28,7 +28,7 @@ def local_model_dir(path: Path) -> Path:
 
 
 def local_draft_dir(path: Path | None) -> Path | None:
-    """Return the path of a draft base, fetched first where ``hf:`` names it; None: there is none.
+    """Find the path of a draft base, fetched first where ``hf:`` names it; None: there is none.
 
     Raises:
         ConfigError: as `HubAddress.parse` and `fetch`.
@@ -39,7 +39,7 @@ def local_draft_dir(path: Path | None) -> Path | None:
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Return the absolute path of the directory that holds the model's ``config.json``.
+    """Find the absolute path of the directory that holds the model's ``config.json``.
 
     Where `model` names no directory and no GGUF file, it is fetched from the hub.
 

@@ -1,6 +1,6 @@
 """Linears whose weights a checkpoint holds in 8 or 4 bits.
 
-The tables say in which tensors, and what these must be. Reads no weight and imports no torch.
+The tables list in which tensors, and what these must be. Reads no weight and imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StoredWeight:
         path: the linear's.
         scheme: how it's stored.
         tensors: by what follows the path, each with what it must be.
-        unread: tensors beside them, by what follows the path, that aren't used.
+        unread: tensors next to them, by what follows the path, that aren't used.
         num_scales: scales of each output channel in the checkpoint.
     """
 
@@ -88,7 +88,7 @@ def find_stored_weight(
     *,
     has_bias: bool = True,
 ) -> StoredWeight | None:
-    """Return how the weight of the linear at `path` is stored.
+    """Find how the weight of the linear at `path` is stored.
 
     None: as one tensor of a float dtype.
 
@@ -142,7 +142,7 @@ def find_stored_weight(
 def _find_words(
     path: str, scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, StoredTensor], has_bias: bool
 ) -> StoredWeight | None:
-    """Return how words of codes hold a weight, in GPTQ's layout or AWQ's; None: they don't."""
+    """Find how words of codes hold a weight, in GPTQ's layout or AWQ's; None: they don't."""
     if f"{path}.qweight" not in stored:
         return None
     out_features, in_features = shape
@@ -165,7 +165,7 @@ def _find_words(
 def _find_fp8(
     path: str, scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
 ) -> StoredWeight | None:
-    """Return how a weight in FP8 is stored; None: in a float dtype, as its tensor says."""
+    """Find how a weight in FP8 is stored; None: in a float dtype, that of its tensor."""
     weight = stored.get(f"{path}.weight")
     if weight is None or weight.dtype != "F8_E4M3":
         return None
@@ -186,7 +186,7 @@ def _expected_scales(scheme: Scheme, shape: tuple[int, int], num_groups: int) ->
 
 
 def _num_groups(path: str, scheme: Scheme, in_features: int) -> int:
-    """Return the number of scales of each output channel."""
+    """Count the scales of each output channel."""
     size = scheme.group_size or in_features
     # GPTQ's last group, and the last block, may have fewer inputs
     is_cut = scheme.layout is Layout.GPTQ or scheme.block_rows > 0

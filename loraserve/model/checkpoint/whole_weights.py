@@ -1,6 +1,6 @@
-"""Weights of a whole base, read from its checkpoint when they're asked for.
+"""Weights of a whole base, read from its checkpoint when they're needed.
 
-It's for what reads weights beside the steps (DoRA's lengths, copies that PEFT saves, the reference
+It's for what reads weights outside the steps (DoRA's lengths, copies that PEFT saves, the reference
 evaluation) where this process has a part of the base alone: no weight is exchanged, and none stays
 in memory.
 """
@@ -35,7 +35,7 @@ from loraserve_kernels.cpu.lora.layout import SITES
 class WholeWeights:
     """A base's weights as a process that held all of it would compute with them.
 
-    Any thread may ask.
+    Any thread may call it.
 
     Attributes:
         config: the base's.
@@ -75,7 +75,7 @@ class WholeWeights:
             yield from self._rows(layer, modules)
 
     def bias(self, layer: int, module: str) -> Tensor | None:
-        """Return a linear's bias, [out_features] float32; None where it has none."""
+        """Read a linear's bias, [out_features] float32; None where it has none."""
         plan, start = self._site_of(layer, module)
         if not self.config.has_bias(module):
             return None
@@ -83,7 +83,7 @@ class WholeWeights:
         return None if bias is None else bias[start : start + self.config.module_shapes[module][0]].float()
 
     def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
-        """Return how a module's products round their input; None: they don't.
+        """Look up how a module's products round their input; None: they don't.
 
         All layers are computed as those that this process has; it may not have the head.
         """
@@ -97,13 +97,13 @@ class WholeWeights:
         return None if found is None else replace(found, rotation=self._head_rotation())
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, by the name of its tensor in the checkpoint."""
+        """Read what a norm multiplies with, by the name of its tensor in the checkpoint."""
         weight = self._checkpoint.rows(name, 0, self._blueprint.tensors[name].shape[0]).float()
         offset = self.config.architecture.norm_offset
         return weight + offset if offset else weight
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP; its weights are read when asked for."""
+        """Build what stands in the place of a layer's MLP; its weights are read on demand."""
         if self.config.experts is None:
             return None
         routers, linears = (
@@ -116,13 +116,13 @@ class WholeWeights:
         count = sum(self.config.module_shapes[module][0] for module in modules)
         names = SITES[plan.name]
         if len(plan.modules) == len(names):
-            # of modules that the file has one by one, those that are asked for
+            # of modules that the file has one by one, those that are requested
             first = names.index(modules[0])
             plan, start = replace(plan, modules=plan.modules[first : first + len(modules)]), 0
         yield from self.read(plan).rows(start, start + count)
 
     def _site_of(self, layer: int, module: str) -> tuple[SitePlan, int]:
-        """Return the site that a module is a part of, and its first row."""
+        """Find the site that a module is a part of, and its first row."""
         site, names = next((site, names) for site, names in SITES.items() if module in names)
         if (layer, site) not in self._sites:
             raise InvariantViolation(f"{module} of layer {layer} was asked for, which this base doesn't have.")
@@ -148,7 +148,7 @@ class WholeWeights:
         return self._decoder.rotations.block(self._blueprint.head_quantize, self.config.hidden_size)
 
     def read(self, plan: SitePlan) -> Linear:
-        """Return a site's weights, gathered and rounded as the loader does."""
+        """Read a site's weights, gathered and rounded as the loader does."""
         dtype = torch.float32 if plan.kind is SiteKind.ROUTER else self._dtype
         site, sinks = make_site(
             plan,

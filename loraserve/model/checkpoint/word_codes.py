@@ -34,7 +34,7 @@ _AWQ_WORDS = 64
 
 
 def assemble_words(stored: StoredWeight, parts: Mapping[str, Tensor]) -> QuantizedWeight:
-    """Return the weight of these tensors, as many as `stored.tensors` names.
+    """Assemble a weight from these tensors, as many as `stored.tensors` names.
 
     Raises:
         ModelError: they contradict each other, or hold numbers that no weight can be made of; the
@@ -79,10 +79,10 @@ def _check_bias(stored: StoredWeight, parts: Mapping[str, Tensor]) -> None:
 
 
 def _group_size(stored: StoredWeight, zeros: Tensor | None) -> int:
-    """Return how many inputs share a scale in memory."""
+    """Choose how many inputs share a scale in memory."""
     if zeros is None or stored.has_groups:
         return stored.group_size
-    # the config says that zeros are all in the middle, and they aren't: groups alone have zeros
+    # the config states that zeros are all in the middle, and they aren't: groups alone have zeros
     size = kernels_group_size(stored.in_features)
     if size is None:
         raise ModelError(
@@ -94,7 +94,7 @@ def _group_size(stored: StoredWeight, zeros: Tensor | None) -> int:
 
 
 def _zeros(stored: StoredWeight, words: Tensor) -> Tensor:
-    """Return each group's code for 0, [out_features, groups] uint8.
+    """Unpack each group's code for 0, [out_features, groups] uint8.
 
     GPTQ's first format holds one less. It is added to whole words, as the library that defines the
     format does: a code of 15 carries into the next, from which one was borrowed.
@@ -105,7 +105,7 @@ def _zeros(stored: StoredWeight, words: Tensor) -> Tensor:
 
 
 def _output_codes(stored: StoredWeight, words: Tensor) -> Tensor:
-    """Return the codes of words that hold neighbouring outputs, [rows, outputs] uint8."""
+    """Unpack the codes of words that hold neighbouring outputs, [rows, outputs] uint8."""
     octets = words.contiguous().view(torch.uint8)
     if stored.scheme.format == "int8":
         return octets
@@ -116,7 +116,7 @@ def _output_codes(stored: StoredWeight, words: Tensor) -> Tensor:
 
 
 def input_order(stored: StoredWeight, g_idx: Tensor | None, group_size: int) -> tuple[Tensor | None, Tensor]:
-    """Return the order in which inputs that share a scale stand side by side, and their groups.
+    """Compute the order in which inputs that share a scale are neighbours, and their groups.
 
     The order is a `QuantizedWeight.permutation`; None: they do already. The groups are those of the
     file, one for each group in memory.
@@ -152,7 +152,7 @@ def input_order(stored: StoredWeight, g_idx: Tensor | None, group_size: int) -> 
 
 
 def _codes(stored: StoredWeight, words: Tensor, permutation: Tensor | None) -> Tensor:
-    """Return the codes as a `QuantizedWeight` has them, their inputs in the permutation's order."""
+    """Unpack the codes as a `QuantizedWeight` has them, inputs in the permutation's order."""
     if stored.scheme.layout is Layout.AWQ:
         return _awq_codes(stored, words)
     # words of an output side by side: their bytes, in the file's order, hold its codes in order
@@ -163,7 +163,7 @@ def _codes(stored: StoredWeight, words: Tensor, permutation: Tensor | None) -> T
 
 
 def reordered(codes: Tensor, permutation: Tensor | None) -> Tensor:
-    """Return codes as a `QuantizedWeight` has them, with their inputs in the permutation's order.
+    """Reorder codes as a `QuantizedWeight` has them, their inputs in the permutation's order.
 
     Args:
         codes: [out_features, in_features] int8, or uint8 with two codes in a byte.
@@ -180,7 +180,7 @@ def reordered(codes: Tensor, permutation: Tensor | None) -> Tensor:
 
 
 def _awq_codes(stored: StoredWeight, words: Tensor) -> Tensor:
-    """Return int4's codes, [out_features, in_features / 2] uint8."""
+    """Unpack int4's codes, [out_features, in_features / 2] uint8."""
     out = torch.empty(stored.out_features, stored.in_features // 2, dtype=torch.uint8)
     for first in range(0, words.shape[1], _AWQ_WORDS):
         codes = _output_codes(stored, words[:, first : first + _AWQ_WORDS])

@@ -22,7 +22,7 @@ LayerWeights = Callable[[int, Mapping[str, QuantizedWeight]], None]
 """Takes the rounded weights of a layer's linears, by path, once all of them are there."""
 
 _MIN_ROWS = 32
-"""Rows of an expert's calibration: of fewer nothing can be said."""
+"""Rows of an expert's calibration: fewer prove nothing."""
 
 
 def calibrate(
@@ -40,7 +40,7 @@ def calibrate(
     Args:
         sequences: token ids of calibration text.
         int8_paths: linears that are rounded to int8 instead, by output channel.
-        progress: told of the sites that are done, and of all.
+        progress: notified of the sites that are done, and of all.
 
     Raises:
         ModelError: a weight can't be rounded.
@@ -75,7 +75,7 @@ class _Products:
         self._weights: dict[str, QuantizedWeight] = {}
 
     def multiply(self, x: Tensor, layer: int, modules: Sequence[str]) -> Tensor | None:
-        """Return the product with a site's modules; None of the head, which isn't rounded here."""
+        """Compute the product with a site's modules; None of the head, which isn't rounded here."""
         plan = self._sites.get((layer, modules[0]))
         if plan is None:
             return None
@@ -84,7 +84,7 @@ class _Products:
         return self._product(x, plan, self._base.weight_rows(layer, *modules))
 
     def multiply_by(self, x: Tensor, linear: Linear) -> Tensor | None:
-        """Return the product with an expert's linear; None of a router."""
+        """Compute the product with an expert's linear; None of a router."""
         if not isinstance(linear, StreamedLinear) or linear.plan.kind is not SiteKind.EXPERT:
             return None
         return self._product(x, linear.plan, linear.rows(0, linear.out_features))

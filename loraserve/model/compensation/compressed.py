@@ -120,7 +120,7 @@ class CompressedWriter:
 
 
 def _group(targets: Sequence[str], num_bits: int, **weights: object) -> dict[str, Any]:
-    """Return a config group of linears whose weights are stored in that many bits."""
+    """Build a config group of linears whose weights are stored in that many bits."""
     return {
         "targets": list(targets),
         "weights": {"num_bits": num_bits, "type": "int", "dynamic": False, **weights},
@@ -134,7 +134,7 @@ def _transform(block: int, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _parts(path: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of a linear in pack-quantized, whose Hadamard matrices are orthogonal."""
+    """Convert a linear to the tensors of pack-quantized, whose Hadamard matrices are orthogonal."""
     scales = weight.scales * math.sqrt(max(weight.rotation, 1))
     shape = torch.tensor([weight.out_features, weight.in_features])
     zeros = weight.zeros

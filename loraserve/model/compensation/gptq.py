@@ -72,7 +72,7 @@ def compensate(weight: Tensor, inverse: Tensor, rotation: int) -> QuantizedWeigh
 
 
 def inverse_factor(x: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of ``x^T x``, damped.
+    """Compute the upper Cholesky factor of the inverse of ``x^T x``, damped.
 
     It is [in_features, in_features] float32.
 
@@ -101,7 +101,7 @@ def inverse_factor(x: Tensor) -> Tensor:
 
 
 def _range_of(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each output's scale, a number of bfloat16, and the code of its 0, [out_features]."""
+    """Search each output's scale, a number of bfloat16, and the code of its 0, [out_features]."""
     low, high = group.amin(0).clamp_max_(0), group.amax(0).clamp_min_(0)
     least, scales, zeros = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
     for shrink in _SHRINKS:

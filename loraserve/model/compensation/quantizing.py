@@ -30,7 +30,7 @@ _MIN_TOKENS = 1024
 _KEPT = ("v_proj", "k_proj")
 """Linears whose bits count most: 6 % of SmolLM2-135M's weights, a quarter of its divergence."""
 _INT4_BITS, _MAX_BITS = 4 + 24 / 32, 5
-"""Of a weight; a group of 32 has a scale of two bytes and a zero of one."""
+"""Bits of a weight; a group of 32 has a scale of two bytes and a zero of one."""
 
 
 def quantize_checkpoint(request: QuantizeRequest, progress: Callable[[int, int], None]) -> QuantizeDone:
@@ -62,7 +62,7 @@ def quantize_checkpoint(request: QuantizeRequest, progress: Callable[[int, int],
 
 
 def _int8_paths(blueprint: Blueprint, names: Sequence[str] | None) -> list[str]:
-    """Return the paths of the layers' linears whose last parts are these names.
+    """List the paths of the layers' linears whose last parts are these names.
 
     None: of those in `_KEPT`, as far as `_MAX_BITS` allows.
     """
@@ -83,7 +83,7 @@ def _int8_paths(blueprint: Blueprint, names: Sequence[str] | None) -> list[str]:
 
 
 def _paths_within(max_bits: float, sizes: Mapping[str, int], by_name: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the paths of `_KEPT` that leave all weights at `max_bits` on average.
+    """Choose the paths of `_KEPT` that leave all weights at `max_bits` on average.
 
     Scales of int8 aren't counted: 32 bits for an output channel.
     """
@@ -97,7 +97,7 @@ def _paths_within(max_bits: float, sizes: Mapping[str, int], by_name: Mapping[st
 
 
 def calibration_text() -> str:
-    """Return the bundled text, of some 40,000 tokens, whose kinds alternate.
+    """Read the bundled text, of some 40,000 tokens, whose kinds alternate.
 
     Written for this project: parts of its documentation and code, a story, letters, answers, data,
     and paragraphs in eight languages. In the public domain: annual messages of presidents of the

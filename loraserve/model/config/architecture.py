@@ -1,4 +1,4 @@
-"""One architecture of the decoder: what its checkpoint has, and what its config means.
+"""Architecture of the decoder: what its checkpoint has, and what its config means.
 
 All have RMSNorm, rotary positions, grouped-query attention and a gated MLP or experts.
 """
@@ -41,7 +41,7 @@ class ExpertPaths:
         num_experts: fields of the number of experts; the first that is there counts.
         intermediate_size: field of an expert's.
         is_normed: whether the chosen experts' probabilities are scaled to sum to 1; a string names
-            the config's field that says so.
+            the config's field for it.
         parameters: path inside a layer of the module in which transformers 5 has all experts.
         shared: path inside a layer of the expert that all rows pass; None: there is none.
         shared_gate: of the linear whose sigmoid its output is multiplied with.
@@ -70,14 +70,14 @@ class Architecture:
         name: as in config.json's ``architectures``.
         model_type: as in config.json, for configs that name no architecture.
         qkv_bias, o_bias, mlp_bias: whether these linears have biases; a string names the config's
-            field that says so.
+            field for it.
         has_qk_norm: whether queries and keys pass an RMSNorm before they're rotated.
         is_qk_norm_whole: whether that is one over all heads together rather than one per head.
         is_qk_norm_after_rope: whether they pass it after they're rotated.
         window: which layers have a sliding window.
-        window_pattern: of `Window.BY_PATTERN`; a string names the config's field that says so.
+        window_pattern: of `Window.BY_PATTERN`; a string names the config's field for it.
         has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``,
-            says which layers have rotary positions.
+            lists the layers that have rotary positions.
         has_local_rope: whether layers with a window turn by a rope of their own.
         local_theta: field of its theta.
         is_rope_in_windows_only: whether layers without a window aren't rotated where

@@ -55,7 +55,7 @@ _FUSED_GATE_UP: Mapping[str, str] = {
     "k_proj": "self_attn.k_proj",
     "v_proj": "self_attn.v_proj",
     "o_proj": "self_attn.o_proj",
-    # PEFT knows the fused linear alone: `adapters.tensor_names` takes it apart
+    # PEFT adapts the fused linear alone: `adapters.tensor_names` takes it apart
     "gate_proj": "mlp.gate_up_proj[gate_proj]",
     "up_proj": "mlp.gate_up_proj[up_proj]",
     "down_proj": "mlp.down_proj",
@@ -369,7 +369,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             rope_names={"su": "longrope", "yarn": "longrope"},
             has_partial_rope=True,
             module_paths={
-                # PEFT knows the fused linears alone: `adapters.tensor_names` takes them apart
+                # PEFT adapts the fused linears alone: `adapters.tensor_names` takes them apart
                 "q_proj": "self_attn.qkv_proj[q_proj]",
                 "k_proj": "self_attn.qkv_proj[k_proj]",
                 "v_proj": "self_attn.qkv_proj[v_proj]",
@@ -468,7 +468,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def find_architecture(names: object, model_type: object) -> Architecture:
-    """Return the row for a config's ``architectures`` and ``model_type``.
+    """Find the row for a config's ``architectures`` and ``model_type``.
 
     Raises:
         UnknownArchitecture: none fits; the message names what was found and what there is.

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_compressed_tensors(fields: QuantizationFields) -> QuantizationConfig:
-    """Return the checked form of the config.
+    """Parse and check the config.
 
     Raises:
         ModelError: one of its settings isn't supported; the message names it.
@@ -84,7 +84,7 @@ def _rotations(fields: QuantizationFields) -> Iterator[tuple[str, int]]:
 
 
 def _scheme(group: QuantizationFields, form: object, fields: QuantizationFields) -> Scheme:
-    """Return what a config group says of its weights, which are stored in the format `form`."""
+    """Parse a config group's weights, which are stored in the format `form`."""
     layouts = {
         "pack-quantized": Layout.PACKED,
         "int-quantized": Layout.NAIVE,
@@ -135,7 +135,7 @@ def _scheme(group: QuantizationFields, form: object, fields: QuantizationFields)
 
 
 def _block(weights: QuantizationFields) -> tuple[int, int | None]:
-    """Return the outputs and inputs of a block that has one scale; 0 and None: there are none."""
+    """Parse the outputs and inputs of a block that has one scale; 0 and None: there are none."""
     if weights.get("strategy") != "block":
         return 0, None
     block = weights.get("block_structure")
@@ -164,12 +164,12 @@ def _group_size(weights: QuantizationFields, name: str, is_symmetric: bool) -> i
 
 
 def _activations(group: QuantizationFields, kind: str, can_round: bool) -> tuple[bool, bool]:
-    """Return what the group's activations have: a scale in the checkpoint, and rounding as ours.
+    """Check what the group's activations have: a scale in the checkpoint, and rounding as ours.
 
     FP8 weights stand in checkpoints whose activations are to be rounded to FP8 too, so that the
     GPU's FP8 products can be used. Here the activations keep their precision, as in vLLM on a GPU
     without FP8. int8 activations by token are what our kernels round too; those with a scale of the
-    whole tensor, or with zeros, are treated as a checkpoint's that asks for none.
+    whole tensor, or with zeros, are treated as if the checkpoint required none.
 
     Args:
         can_round: whether kernels round rows to int8 with this group's weights.

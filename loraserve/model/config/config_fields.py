@@ -58,7 +58,7 @@ class Fields:
 
 
 def to_count(value: object, name: str) -> int:
-    """Return the value of a field, a whole number above 0.
+    """Check the value of a field: a whole number above 0.
 
     Raises:
         ModelError: it's something else.
@@ -69,7 +69,7 @@ def to_count(value: object, name: str) -> int:
 
 
 def to_number(value: object, name: str) -> float:
-    """Return the value of a field, a finite number above 0.
+    """Check the value of a field: a finite number above 0.
 
     Raises:
         ModelError: it's something else.
@@ -80,7 +80,7 @@ def to_number(value: object, name: str) -> float:
 
 
 def to_object(value: object, name: str) -> Mapping[str, Any]:
-    """Return the value of a field, an object; an empty one if it is missing or null.
+    """Check the value of a field: an object; an empty one if it is missing or null.
 
     Raises:
         ModelError: it's something else.
@@ -91,6 +91,6 @@ def to_object(value: object, name: str) -> Mapping[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: JSON, cut off where it's long."""
+    """Format a value as messages show it: JSON, cut off where it's long."""
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:119] + "…"

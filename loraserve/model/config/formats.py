@@ -15,7 +15,7 @@ INT4_GROUP_SIZE = 32
 
 
 def group_size(format: str, in_features: int) -> int:
-    """Return how many inputs share a scale when a float weight is rounded to `format`.
+    """Choose how many inputs share a scale when a float weight is rounded to `format`.
 
     Raises:
         ModelError: in_features isn't a multiple of it.
@@ -30,7 +30,7 @@ def group_size(format: str, in_features: int) -> int:
 
 
 def kernels_group_size(size: int) -> int | None:
-    """Return the largest group that kernels have, of those that cut a stored group evenly.
+    """Find the largest group that kernels have, of those that cut a stored group evenly.
 
     None: there's none.
     """
@@ -51,7 +51,7 @@ class Rotations:
     num_ranks: int = 1
 
     def block(self, format: str, in_features: int, *, is_row_parallel: bool = False) -> int:
-        """Return the inputs of a block of a float weight that is rounded to `format`.
+        """Choose the inputs of a block of a float weight that is rounded to `format`.
 
         0: it isn't rotated.
         """

@@ -77,7 +77,7 @@ class BlockFormat:
     block_bytes: int
 
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row; of a part of a block, those of a whole one."""
+        """Compute the bytes of a row; of a part of a block, those of a whole one."""
         return -(-in_features // self.block) * self.block_bytes
 
 

@@ -15,15 +15,15 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 
 
 def choose_implementation(model_dir: Path, asked: str) -> str:
-    """Return ``native`` or ``transformers``.
+    """Choose ``native`` or ``transformers``.
 
     Args:
-        asked: either of them, or ``auto``: native for each architecture of the table.
+        asked: one of them, or ``auto``: native for each architecture of the table.
 
     Raises:
         UnknownArchitecture: the architecture isn't in the table, and either transformers isn't
-            installed or native code is asked for.
-        ConfigError: transformers is asked for, and isn't installed.
+            installed or native code is requested.
+        ConfigError: transformers is requested, and isn't installed.
         ModelError: what else is wrong with the config of a base of the table.
     """
     is_installed = importlib.util.find_spec("transformers") is not None

@@ -75,7 +75,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that the decoder needs to know of a base model, but its weights.
+    """Everything that the decoder needs of a base model, but its weights.
 
     Attributes:
         sliding_windows: per layer, the window or None.
@@ -146,13 +146,13 @@ class ModelConfig:
         return {**attention, "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
     def has_bias(self, module: str) -> bool:
-        """Return whether this linear, by its short name, has a bias."""
+        """Check whether this linear, by its short name, has a bias."""
         if module in ("q_proj", "k_proj", "v_proj"):
             return self.has_qkv_bias
         return self.has_o_bias if module == "o_proj" else self.has_mlp_bias
 
     def identity(self) -> dict[str, object]:
-        """Return the settings that, with the weights, decide what the model computes; JSON-able.
+        """Collect the settings that, with the weights, decide what the model computes; JSON-able.
 
         Contexts and EOS aren't part of it.
         """
@@ -179,8 +179,8 @@ class ModelConfig:
             "attention": (self.attention_scale, self.head_dim**-0.5),
             "logits": (self.logits_scale, 1.0),
         }
-        # what a base doesn't have isn't named: its digest stays what it was before the decoder knew
-        # of it
+        # what a base doesn't have isn't named: its digest stays what it was before the decoder
+        # supported it
         if any(value != plain for value, plain in scales.values()):
             identity["scales"] = {name: value for name, (value, _) in scales.items()}
         if self.attention_cap is not None or self.logits_cap is not None:
@@ -201,7 +201,7 @@ def read_config(model_dir: Path) -> ModelConfig:
 
     Raises:
         UnknownArchitecture: the architecture isn't in the table.
-        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or asks for
+        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or requires
             what isn't implemented; the message names it.
     """
     path = model_dir / "config.json"
@@ -217,7 +217,7 @@ _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq
 
 
 def _with_quantization(config: Mapping[str, Any], model_dir: Path) -> Mapping[str, Any]:
-    """Return config.json with the quantization_config that stands in a file of its own."""
+    """Add to config.json the quantization_config that stands in a file of its own."""
     if config.get("quantization_config") or config.get("compression_config"):
         return config
     for name, method in _QUANTIZATION_FILES.items():
@@ -228,7 +228,7 @@ def _with_quantization(config: Mapping[str, Any], model_dir: Path) -> Mapping[st
 
 
 def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
-    """Return the checked form of the two JSON objects.
+    """Parse and check the two JSON objects.
 
     Raises:
         UnknownArchitecture, ModelError: as `read_config`.
@@ -351,7 +351,7 @@ def _attention_scale(fields: Fields, head_dim: int) -> float:
 
 
 def _layers(fields: Fields, num_layers: int) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Return each layer's window, and its rope's place in the model's `ropes`."""
+    """Read each layer's window, and its rope's index in the model's `ropes`."""
     ropes = _layer_ropes(fields, num_layers)
     windows = _windows(fields, ropes)
     if fields.architecture.has_local_rope:
@@ -431,7 +431,7 @@ def _windows(fields: Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int |
 
 
 def read_end_tokens(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the end tokens of both files together.
+    """Read the end tokens of both files together.
 
     Raises:
         ModelError: they are no token ids.
@@ -447,7 +447,7 @@ def read_end_tokens(config: Mapping[str, Any], generation_config: Mapping[str, A
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file.
+    """Read the JSON object of a file.
 
     Raises:
         ModelError: it is missing, too large, or holds something else.

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_gptq(fields: QuantizationFields) -> QuantizationConfig:
-    """Return the checked form of the config of a GPTQ checkpoint, in its first or second format.
+    """Parse and check the config of a GPTQ checkpoint, in its first or second format.
 
     Raises:
         ModelError: one of its settings isn't supported; the message names it.
@@ -62,7 +62,7 @@ def _dynamic(fields: QuantizationFields, scheme: Scheme) -> Iterator[tuple[str, 
     """Yield the schemes of linears that ``dynamic`` gives other settings, in its order.
 
     A key is a regular expression that a path begins with, after ``+:``; linears of ``-:`` aren't
-    quantized, which their tensors say.
+    quantized, which their tensors show.
     """
     value = fields.get("dynamic")
     if not value:
@@ -77,7 +77,7 @@ def _dynamic(fields: QuantizationFields, scheme: Scheme) -> Iterator[tuple[str, 
 
 
 def parse_awq(fields: QuantizationFields) -> QuantizationConfig:
-    """Return the checked form of the config of an AWQ checkpoint in the ``gemm`` layout.
+    """Parse and check the config of an AWQ checkpoint in the ``gemm`` layout.
 
     Raises:
         ModelError: one of its settings isn't supported; the message names it.
@@ -92,7 +92,7 @@ def parse_awq(fields: QuantizationFields) -> QuantizationConfig:
 
 
 def parse_auto_round(fields: QuantizationFields) -> QuantizationConfig:
-    """Return the checked form of the config of an AutoRound checkpoint, packed as GPTQ's or AWQ's.
+    """Parse and check the config of an AutoRound checkpoint, packed as GPTQ's or AWQ's.
 
     Raises:
         ModelError: one of its settings isn't supported; the message names it.
@@ -122,7 +122,7 @@ def _extra(fields: QuantizationFields, scheme: Scheme) -> Iterator[tuple[str, Sc
     """Yield the schemes of linears that ``extra_config`` gives other settings.
 
     A key is a path, or a regular expression that a part of one matches; of 16 bits are linears that
-    aren't quantized, which their tensors say.
+    aren't quantized, which their tensors show.
     """
     value = fields.get("extra_config")
     if not value:
@@ -145,7 +145,7 @@ def _extra(fields: QuantizationFields, scheme: Scheme) -> Iterator[tuple[str, Sc
 
 
 def parse_fp8(fields: QuantizationFields) -> QuantizationConfig:
-    """Return the checked form of the config of an FP8 checkpoint, by block, tensor or channel.
+    """Parse and check the config of an FP8 checkpoint, by block, tensor or channel.
 
     Raises:
         ModelError: one of its settings isn't supported; the message names it.
@@ -169,7 +169,7 @@ def parse_fp8(fields: QuantizationFields) -> QuantizationConfig:
 
 
 def _packed_scheme(fields: QuantizationFields, layout: Layout, bits: tuple[int, ...]) -> Scheme:
-    """Return the scheme of words of codes, from the names that all libraries share."""
+    """Parse the scheme of words of codes, from the names that all libraries share."""
     name = "bits" if fields.get("bits") is not None else "w_bit"
     size_name = "group_size" if fields.get("group_size") is not None else "q_group_size"
     num_bits = fields.whole_number(name, fields.get(name), bits, f"{' or '.join(map(str, bits))} bits")
@@ -185,7 +185,7 @@ def _packed_scheme(fields: QuantizationFields, layout: Layout, bits: tuple[int, 
 
 
 def _overridden(module: QuantizationFields, scheme: Scheme) -> Scheme:
-    """Return a linear's scheme where it has other settings than the whole checkpoint."""
+    """Parse a linear's scheme where it has other settings than the whole checkpoint."""
     known = {"bits", "group_size", "sym", "desc_act"}
     bits = (4,) if scheme.layout is Layout.AWQ else (4, 8)
     if module.get("bits") is not None:
@@ -205,7 +205,7 @@ def _overridden(module: QuantizationFields, scheme: Scheme) -> Scheme:
 
 
 def _group_size(fields: QuantizationFields, name: str, size: Any) -> int | None:
-    """Return how many inputs share a scale; None: all of an output."""
+    """Parse how many inputs share a scale; None: all of an output."""
     if size == -1 and not isinstance(size, bool):
         return None
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % _SMALLEST_GROUP:

@@ -1,6 +1,6 @@
 """config.json's quantization_config as a checked value.
 
-It says how each linear of a checkpoint that is quantized already is stored. Imports no torch.
+It states how each linear of a checkpoint that is quantized already is stored. Imports no torch.
 
 A method or a setting that would need another computation is refused by name: nothing is passed over
 that changes the answers.
@@ -46,7 +46,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def _gguf(fields: QuantizationFields) -> QuantizationConfig:
-    """Return what the config of a GGUF file's directory says, which this package writes."""
+    """Parse the config of a GGUF file's directory, which this package writes."""
     types = QuantizationFields(f"{fields.path}.types", fields.get("types"))
     schemes: dict[str, Scheme] = {}
     for path, name in types.value.items():
@@ -85,7 +85,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 
 def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Return the checked quantization_config of a config.json; None where it has none.
+    """Parse and check the quantization_config of a config.json; None where it has none.
 
     Raises:
         ModelError: it isn't an object, or its method or one of its settings isn't supported; the
@@ -99,7 +99,7 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
     fields = QuantizationFields(key, value)
     method = fields.get("quant_method")
     if method is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
-        # what transformers wrote before it knew of other methods
+        # what transformers wrote before it had other methods
         method = "bitsandbytes"
     if isinstance(method, str):
         method = _OTHER_NAMES.get(method.lower(), method.lower())

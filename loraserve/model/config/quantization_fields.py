@@ -34,7 +34,7 @@ class QuantizationFields:
         )
 
     def require(self, name: str, allowed: tuple[object, ...], expected: str) -> Any:
-        """Return the field, which must be one of `allowed`.
+        """Read the field, which must be one of `allowed`.
 
         None among them stands for an absent field too.
         """
@@ -63,7 +63,7 @@ class QuantizationFields:
         return tuple(value)
 
     def whole_number(self, name: str, value: object, allowed: tuple[int, ...], expected: str) -> int:
-        """Return a value of the field `name`, which must be one of these numbers.
+        """Check a value of the field `name`, which must be one of these numbers.
 
         Raises:
             ModelError: it isn't.
@@ -75,16 +75,16 @@ class QuantizationFields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a field that is true, false or absent."""
+        """Read a field that is true, false or absent."""
         value = self.require(name, (None, True, False), "true or false")
         return default if value is None else bool(value)
 
 
 def check_block(fields: QuantizationFields, name: str, block: list[Any]) -> tuple[int, int]:
-    """Return the outputs and inputs of a block that has one scale.
+    """Check the outputs and inputs of a block that has one scale.
 
     Raises:
-        ModelError: kernels don't have groups of so many inputs.
+        ModelError: kernels don't have groups of that many inputs.
     """
     rows, columns = block
     for value in block:
@@ -96,6 +96,6 @@ def check_block(fields: QuantizationFields, name: str, block: list[Any]) -> tupl
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON, cut to 200 characters."""
+    """Format a value as JSON, cut to 200 characters."""
     text = json.dumps(value)
     return text if len(text) <= 200 else text[:199] + "…"

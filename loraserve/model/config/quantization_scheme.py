@@ -75,7 +75,7 @@ class Scheme:
     block_type: str = ""
 
     def identity(self) -> dict[str, object]:
-        """Return the settings that decide how tensors are read; JSON-able.
+        """Collect the settings that decide how tensors are read; JSON-able.
 
         What came later is there where it isn't the default, so that digests stay as they were.
         """
@@ -113,11 +113,11 @@ class QuantizationConfig:
         return self.by_path is not None
 
     def scheme(self, path: str) -> Scheme | None:
-        """Return how the weight of the linear at this path is stored; None: in a float dtype.
+        """Find how the weight of the linear at this path is stored; None: in a float dtype.
 
         A path is ``model.layers.0.self_attn.q_proj``, for example. With all methods but
-        compressed-tensors it's the answer for a linear whose tensors are quantized: the files say
-        which are, and the config may say otherwise.
+        compressed-tensors it's the answer for a linear whose tensors are quantized: the files show
+        which are, and the config may contradict them.
         """
         if self.by_path is not None:
             return self.by_path.get(path)
@@ -129,7 +129,7 @@ class QuantizationConfig:
         return scheme if scheme is None or not rotation else replace(scheme, rotation=rotation)
 
     def identity(self) -> dict[str, object]:
-        """Return the settings that decide how tensors are read; JSON-able."""
+        """Collect the settings that decide how tensors are read; JSON-able."""
         if self.by_path is not None:
             return {"method": self.method, "types": {path: one.block_type for path, one in self.by_path.items()}}
         # rotations stand alone: without any, digests are as they were before there were any
@@ -139,7 +139,7 @@ class QuantizationConfig:
 
 
 def _is_match(names: Sequence[str], target: str) -> bool:
-    """Return whether a target means the linear that has one of these names."""
+    """Check whether a target means the linear that has one of these names."""
     if target.startswith("re:"):
         return any(re.match(target.removeprefix("re:"), name) for name in names)
     return target == "Linear" or target in names

@@ -56,7 +56,7 @@ class RopeConfig:
     rotated: float = 1.0
 
     def rotated_dim(self, head_dim: int) -> int:
-        """Return the number of a head's elements that turn."""
+        """Compute the number of a head's elements that turn."""
         return int(head_dim * self.rotated)
 
     def identity(self) -> dict[str, object]:
@@ -68,7 +68,7 @@ class RopeConfig:
 
 
 def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rope, and that of layers with a window where it's another one.
+    """Read the rope, and that of layers with a window where it's another one.
 
     They are as transformers 5 resolves them: ``rope_scaling`` (the older form) before
     ``rope_parameters``, theta inside before theta outside.
@@ -77,7 +77,7 @@ def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | N
         context: the config's own, before anything stretches it.
 
     Raises:
-        ModelError: a field is missing, odd, or asks for what isn't implemented.
+        ModelError: a field is missing, odd, or requires what isn't implemented.
     """
     older, newer = (to_object(fields.config.get(name), name) for name in ("rope_scaling", "rope_parameters"))
     if not fields.architecture.has_local_rope:
@@ -94,7 +94,7 @@ def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | N
 
 
 def check_rotated(rope: RopeConfig, head_dim: int) -> None:
-    """Return if the part of a head that turns is made of pairs, and longrope has a factor for each.
+    """Check that the rotated part of a head is pairs, and that longrope has a factor for each.
 
     Raises:
         ModelError: it isn't, or hasn't.
@@ -192,7 +192,7 @@ def _rope(
 
 
 def _rope_type(fields: Fields, source: str, rope: Mapping[str, Any]) -> RopeType:
-    """Return the type that a rope's settings name.
+    """Parse the type that a rope's settings name.
 
     ``dynamic`` stretches positions past the context, which isn't served, so that it is the default;
     with an ``alpha`` it is a fixed stretch of theta in some architectures.
@@ -229,7 +229,7 @@ def _yarn_attention_factor(factor: float, rope: Mapping[str, Any], source: str) 
 
 
 def stretched_context(rope: RopeConfig, context: int) -> int:
-    """Return the longest context that a rope covers.
+    """Compute the longest context that a rope covers.
 
     Linear's and yarn's configs state either context, the original or the stretched one; llama3's
     state the stretched one.

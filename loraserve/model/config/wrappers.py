@@ -25,7 +25,7 @@ class Wrapper:
             from the architecture's own.
         default: model_type of a text config without one.
         is_tied: whether the head is the embedding where the config is silent.
-        is_tied_inside: whether it also is where ``text_config`` says so.
+        is_tied_inside: whether it also is where ``text_config`` sets it.
     """
 
     decoders: Mapping[str, str] = field(default_factory=dict)
@@ -133,14 +133,14 @@ model_type.
 
 
 def wrapper_of(config: Mapping[str, Any]) -> str | None:
-    """Return the class of a wrapper's config.json; None: the model is of text alone."""
+    """Find the class of a wrapper's config.json; None: the model is of text alone."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name in WRAPPERS else None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoder's config; the config itself if it isn't a wrapper's.
+    """Extract the decoder's config; the config itself if it isn't a wrapper's.
 
     Raises:
         ModelError: ``text_config`` isn't an object.
@@ -171,14 +171,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def wrapped_names(path: str) -> tuple[str, ...]:
-    """Return the names that a decoder's linear may have in a wrapper, its own first."""
+    """List the names that a decoder's linear may have in a wrapper, its own first."""
     full = f"{path}."
     others = (wrapped + full.removeprefix(plain) for wrapped, plain in _PREFIXES if full.startswith(plain))
     return (path, *(name.removesuffix(".") for name in others))
 
 
 def decoder_name(name: str) -> str | None:
-    """Return the name of a tensor or linear in a model of text alone; None: it isn't in one."""
+    """Convert a tensor's or linear's name to that in a model of text alone; None if it has none."""
     if is_of_encoder(name):
         return None
     for wrapped, plain in _PREFIXES:

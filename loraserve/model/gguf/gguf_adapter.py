@@ -48,7 +48,7 @@ class GgufAdapter:
     has_config = True
 
     def read_beginning(self, beginning: Buffer, limits: Limits) -> int | None:
-        """Return the most bytes that a file has which begins so; None: its header isn't complete.
+        """Bound the bytes of a file from its beginning; None: its header isn't complete.
 
         Raises:
             AdapterRejected: no adapter begins so.
@@ -61,7 +61,7 @@ class GgufAdapter:
         return max((tensor.end for tensor in gguf.tensors.values()), default=0) + _ALIGNMENT
 
     def read(self, config: bytes, weights: Buffer, base: BaseSpec, limits: Limits) -> ConvertedFiles:
-        """Return PEFT's config and tensors.
+        """Convert the file to PEFT's config and tensors.
 
         Raises:
             AdapterFormatError: the file isn't one that llama.cpp's converter writes.
@@ -175,7 +175,7 @@ def _find_layout(gguf: Gguf, base: BaseSpec) -> GgufLayout:
 
 
 def _place(tensor: GgufTensor, layout: GgufLayout, base: BaseSpec) -> tuple[str, str, str]:
-    """Return the module's path in the base, the factor, and the linear's name in the file."""
+    """Find the module's path in the base, the factor, and the linear's name in the file."""
     match = _NAME.fullmatch(tensor.name)
     if match is None:
         raise AdapterUnsupported(
@@ -201,7 +201,7 @@ def _place(tensor: GgufTensor, layout: GgufLayout, base: BaseSpec) -> tuple[str,
 
 
 def _read_numbers(tensor: GgufTensor, data: memoryview) -> Array:
-    """Return the tensor's numbers, of Q8_0 as the float32 that they mean exactly."""
+    """Read the tensor's numbers, of Q8_0 as the float32 that they mean exactly."""
     content = data[tensor.begin : tensor.end]
     if tensor.type.name in FLOAT_TYPES:
         return np.frombuffer(content, STORED_DTYPES[tensor.type.name]).reshape(tensor.shape)
@@ -211,7 +211,7 @@ def _read_numbers(tensor: GgufTensor, data: memoryview) -> Array:
 
 
 def _unpermuted(tensor: GgufTensor, array: Array, base: BaseSpec) -> Array:
-    """Return the rows of queries or keys in a checkpoint's order, as halves."""
+    """Put the rows of queries or keys into a checkpoint's order, as halves."""
     head_dim = base.head_dim
     if not head_dim or array.shape[0] % head_dim:
         raise AdapterBaseMismatch(
@@ -222,7 +222,7 @@ def _unpermuted(tensor: GgufTensor, array: Array, base: BaseSpec) -> Array:
 
 
 def _alpha(gguf: Gguf) -> float:
-    """Return lora_alpha; 0, as llama.cpp takes it: the update isn't scaled."""
+    """Read lora_alpha; 0, as llama.cpp takes it: the update isn't scaled."""
     alpha = gguf.metadata.get("adapter.lora.alpha", 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
         raise AdapterFormatError(f"adapter.lora.alpha is {shown(alpha)}; expected a finite number.", hint=_HINT)
@@ -232,7 +232,7 @@ def _alpha(gguf: Gguf) -> float:
 def _config(
     modules: Mapping[str, Mapping[str, tuple[int, ...]]], alpha: float, gguf: Gguf, base: BaseSpec
 ) -> dict[str, Any]:
-    """Return PEFT's config of these modules."""
+    """Build PEFT's config of these modules."""
     ranks: dict[str, int] = {}
     for module, shapes in modules.items():
         if "a" not in shapes or "b" not in shapes:

@@ -34,7 +34,7 @@ class _Groups:
 
 
 def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWeight:
-    """Return the weight of rows of blocks.
+    """Unpack rows of blocks to a weight.
 
     Args:
         raw: [out_features, bytes of a row] uint8.
@@ -64,27 +64,27 @@ def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWei
 
 
 def _scales_and_zeros(scales: Tensor, minima: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and zeros of scales and minima, ``w = scale · code + minimum``.
+    """Convert scales and minima, ``w = scale · code + minimum``, to scales and zeros.
 
     A group whose scale is 0 is its minimum everywhere: it gets a scale so small that codes, times
-    it, round to nothing beside the minimum.
+    it, round to nothing compared with the minimum.
     """
     scales = torch.where(scales == 0, minima.abs() * 1e-12, scales)
     return scales, torch.where(scales == 0, 0.0, -minima / scales)
 
 
 def _halves(blocks: Tensor, place: int) -> Tensor:
-    """Return the float16 at a place of each block, [rows, blocks] float32."""
+    """Read the float16 at a place of each block, [rows, blocks] float32."""
     return blocks[..., place : place + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
 def _split(octets: Tensor, *shape: int) -> Tensor:
-    """Return the last dimension as several."""
+    """Split the last dimension into several."""
     return octets.reshape(*octets.shape[:-1], *shape)
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """Return the low halves of bytes, then their high ones, along the last dimension."""
+    """Unpack the low halves of bytes, then their high ones, along the last dimension."""
     return torch.cat((octets & 15, octets >> 4), dim=-1)
 
 
@@ -97,7 +97,7 @@ def _q4_1(blocks: Tensor) -> _Groups:
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
-    """Return the bits of four bytes, the lowest first, as 16: [rows, blocks, 32]."""
+    """Unpack the bits of four bytes, the lowest first, as 16: [rows, blocks, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((octets[..., None] >> shifts & 1) << 4).flatten(-2)
 
@@ -117,7 +117,7 @@ def _q8_0(blocks: Tensor) -> _Groups:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and minima of six bits in twelve bytes, [rows, blocks, 8] uint8."""
+    """Unpack the eight scales and minima of six bits in twelve bytes, [rows, blocks, 8] uint8."""
     low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), dim=-1)
     minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), dim=-1)

@@ -1,4 +1,4 @@
-"""A config.json of what a GGUF file says of its base."""
+"""A config.json from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _YARN: Mapping[str, tuple[str, float]] = {
 }
 """Settings of yarn → field of config.json, and what it is where a file is silent."""
 _NOT_NORMED = ("OlmoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Architectures whose experts' probabilities aren't scaled to sum to 1; files don't say it."""
+"""Architectures whose experts' probabilities aren't scaled to sum to 1; files lack the flag."""
 _LAYERS_OF_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 """Layers of the models whose scores have another scale than those of their family."""
 
 
 def make_config(gguf: Gguf) -> dict[str, Any]:
-    """Return the config.json that a Hugging Face directory of the same base has.
+    """Build the config.json that a Hugging Face directory of the same base has.
 
     Its `quantization_config` names the type of each tensor that isn't in a float dtype.
 
@@ -90,7 +90,7 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _biases(gguf: Gguf) -> dict[str, Any]:
-    """Return the flags of biases, of those architectures that ask for them."""
+    """Read the flags of biases, of those architectures that need them."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
@@ -116,12 +116,12 @@ def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
     found: dict[str, Any] = {"sliding_window": None}
     if gguf.value("attention.sliding_window"):
         if architecture.window not in (Window.EVERY_LAYER, Window.BY_PATTERN, Window.BY_PATTERN_IF_SET):
-            # files don't say which layers have it
+            # files don't list the layers that have it
             raise gguf.refusal("attention.sliding_window", "none")
         found["sliding_window"] = gguf.count("attention.sliding_window")
         found |= _layer_types(gguf)
     if architecture.name in _LAYERS_OF_27B:
-        # files don't say it; the largest published models have another scale than the others
+        # files lack it; the largest published models have another scale than the others
         scalar = gguf.count("attention.key_length", 256)
         if gguf.count("block_count") == _LAYERS_OF_27B[architecture.name]:
             scalar = gguf.count("embedding_length") // gguf.count("attention.head_count")
@@ -130,7 +130,7 @@ def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
 
 
 def _layer_types(gguf: Gguf) -> dict[str, Any]:
-    """Return which layers have the window, where the file says it of each."""
+    """Read which layers have the window, where the file has it for each."""
     flags = gguf.value("attention.sliding_window_pattern")
     if not isinstance(flags, list):
         return {}
@@ -198,7 +198,7 @@ def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the published scaling whose factors these are."""
+    """Find the published scaling whose factors these are."""
     tensor = gguf.tensors[ROPE_FACTORS]
     if tensor.type.name != "F32":
         raise ModelError(f"{tensor.file}: {ROPE_FACTORS} is {tensor.type.name}; expected F32.")
@@ -218,7 +218,7 @@ def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """Return what each frequency is divided by."""
+    """Compute what each frequency is divided by."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     factors = []

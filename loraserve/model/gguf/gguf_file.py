@@ -79,11 +79,11 @@ class Gguf:
         return str(self.metadata.get("general.architecture"))
 
     def value(self, name: str) -> Any:
-        """Return what the file says of its base under this name; None: nothing."""
+        """Look up the base's value under this name; None: there is none."""
         return self.metadata.get(f"{self.architecture}.{name}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a number above 0, the same for each layer.
+        """Read a number above 0, the same for each layer.
 
         Raises:
             ModelError: it is missing and has no default, or is something else.
@@ -98,7 +98,7 @@ class Gguf:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number; one of float32 as the shortest decimal that means it.
+        """Read a finite number; one of float32 as the shortest decimal that means it.
 
         Raises:
             ModelError: as `count`.
@@ -111,7 +111,7 @@ class Gguf:
         return _shortest(value)
 
     def refusal(self, name: str, expected: str) -> ModelError:
-        """Return the error of a value that isn't implemented."""
+        """Build the error of a value that isn't implemented."""
         found = str(self.value(name))[:200]
         return ModelError(
             f"{self.files[0]}: {self.architecture}.{name} is {found}; only {expected} is implemented.",
@@ -120,7 +120,7 @@ class Gguf:
 
 
 def _shortest(value: float) -> float:
-    """Return the number of the fewest digits that float32 rounds to this one."""
+    """Find the number of the fewest digits that float32 rounds to this one."""
     for digits in range(1, 10):
         near = float(f"{value:.{digits}g}")
         if struct.pack("<f", near) == struct.pack("<f", value):
@@ -129,7 +129,7 @@ def _shortest(value: float) -> float:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a file of this format, by its first bytes."""
+    """Check whether a path is a file of this format, by its first bytes."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -183,14 +183,14 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
 def parse_gguf(
     name: str, data: bytes | bytearray | memoryview, *, file_bytes: int | None, max_header_bytes: int
 ) -> Gguf:
-    """Return the header of a file whose bytes are in memory, all or the first ones.
+    """Parse the header of a file whose bytes are in memory, all or the first ones.
 
     Args:
         name: name of the file in messages.
         file_bytes: size of the file; None: it isn't known.
 
     Raises:
-        HeaderIncomplete: the header goes on after these bytes.
+        HeaderIncomplete: the header continues after these bytes.
         ModelError: it isn't what it claims to be.
     """
     path = Path(name)
@@ -219,7 +219,7 @@ def _no_header(path: Path) -> ModelError:
 
 
 class HeaderIncomplete(ModelError):
-    """The header goes on after the bytes that are there."""
+    """The header continues after the bytes that are there."""
 
 
 class _Header:
@@ -299,7 +299,7 @@ class _Header:
         raise ModelError(f"{self._path}: a metadata value has the type {kind}, which GGUF doesn't define.")
 
     def _count(self, least_bytes: int) -> int:
-        """Return a number of entries, each of which takes some bytes at least."""
+        """Read a number of entries, each of which takes some bytes at least."""
         count: int = self._number("Q")
         self._check(count * least_bytes)
         return count

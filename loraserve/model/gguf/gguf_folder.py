@@ -27,7 +27,7 @@ _VERSION = 1
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path means, the first of its shards; None: it means none.
+    """Find the GGUF file that a path means, the first of its shards; None: it means none.
 
     A directory means its only GGUF file, where it has no safetensors.
 
@@ -38,7 +38,7 @@ def find_gguf(path: Path) -> Path | None:
         return path if path.suffix == ".gguf" or is_gguf(path) else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
-    # multimodal projectors lie beside their base
+    # multimodal projectors lie next to their base
     files = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))
     bases = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
     if len(bases) > 1:
@@ -50,12 +50,12 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the directory of a GGUF file, made unless it is there.
+    """Find or make the directory of a GGUF file.
 
     Raises:
         UnknownArchitecture, ModelError: what the file has that isn't implemented.
     """
-    # a link keeps its own name, which says what the other shards' are
+    # a link keeps its own name, from which the other shards' follow
     file = file.absolute()
     folder = _cache() / _key(file)
     if (folder / SOURCE_FILE).is_file():
@@ -99,7 +99,7 @@ def gguf_folder(file: Path) -> Path:
 
 
 def source_files(folder: Path) -> Sequence[Path] | None:
-    """Return the GGUF files that a directory was made of; None: of none.
+    """List the GGUF files that a directory was made of; None: of none.
 
     Raises:
         ModelError: they aren't there any more.

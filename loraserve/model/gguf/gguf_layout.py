@@ -41,7 +41,7 @@ class GgufLayout:
         architecture: name of the row of `ARCHITECTURES`; `with_experts` where the file has some,
             `with_window` where it states a sliding window, `with_temperature` where it states how
             queries are scaled by their position.
-        names: path inside a layer by the file's name, beside those that all have.
+        names: path inside a layer by the file's name, in addition to those that all have.
         is_permuted: whether the rows of queries and keys are in the order that turns neighbours.
         norm_offset: what was added to the norms' weights.
     """
@@ -136,7 +136,7 @@ class PlacedTensor:
 
 
 def find_layout(gguf: Gguf) -> GgufLayout:
-    """Return the layout of a file.
+    """Find the layout of a file.
 
     Raises:
         UnknownArchitecture: none is known for its `general.architecture`.
@@ -152,17 +152,17 @@ def find_layout(gguf: Gguf) -> GgufLayout:
 
 
 def layer_paths(layout: GgufLayout) -> Mapping[str, str]:
-    """Return the paths inside a layer by the file's names of the linears and the norms."""
+    """Map the file's names of the linears and the norms to the paths inside a layer."""
     return {**_LINEARS, **layout.names}
 
 
 def has_experts(gguf: Gguf) -> bool:
-    """Return whether the layers have mixtures of experts."""
+    """Check whether the layers have mixtures of experts."""
     return any(name.endswith("_exps.weight") for name in gguf.tensors)
 
 
 def architecture_of(gguf: Gguf) -> Architecture:
-    """Return the row of the table that a file's base is.
+    """Find the row of the table that a file's base is.
 
     Raises:
         UnknownArchitecture: as `find_layout`.

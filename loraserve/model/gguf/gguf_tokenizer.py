@@ -48,7 +48,7 @@ _SPACE = "\u2581"
 _NAMES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_WORDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
-"""Tokens that end an answer whatever the file's own keys say, as llama.cpp takes them."""
+"""Tokens that end an answer whatever the file's own keys are, as llama.cpp takes them."""
 
 
 class GgufVocabulary:
@@ -77,7 +77,7 @@ class GgufVocabulary:
         return len(self._tokens)
 
     def tokenizer(self) -> dict[str, Any]:
-        """Return tokenizer.json."""
+        """Build tokenizer.json."""
         parts = self._byte_level() if self._model == "gpt2" else self._sentence_piece()
         return {
             "version": "1.0",
@@ -88,7 +88,7 @@ class GgufVocabulary:
         }
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """Return tokenizer_config.json."""
+        """Build tokenizer_config.json."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         for name in _NAMES:
             token = self._token(name)
@@ -98,12 +98,12 @@ class GgufVocabulary:
         return config
 
     def chat_template(self) -> str | None:
-        """Return the template of chats; None: the file has none."""
+        """Read the template of chats; None: the file has none."""
         template = self._metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
     def generation_config(self) -> dict[str, Any]:
-        """Return generation_config.json: the tokens that end an answer."""
+        """Build generation_config.json: the tokens that end an answer."""
         ends = [self._metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS]
         ends += [number for number, token in self._special() if token in _END_WORDS]
         valid = dict.fromkeys(end for end in ends if isinstance(end, int) and 0 <= end < len(self._tokens))
@@ -216,7 +216,7 @@ class GgufVocabulary:
         }
 
     def _post_processor(self) -> dict[str, Any] | None:
-        """Return what puts the first token before a text."""
+        """Build what puts the first token before a text."""
         first = self._token("bos")
         number = self._metadata.get("tokenizer.ggml.bos_token_id")
         if first is None or not self._adds_bos():
@@ -250,7 +250,7 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, An
 
 
 def _merges_of(tokens: Sequence[str], scores: Sequence[float], kind: Any) -> list[list[str]]:
-    """Return the merges that make SentencePiece's tokens, those of the best score first."""
+    """Compute the merges that make SentencePiece's tokens, those of the best score first."""
     ids = {token: number for number, token in enumerate(tokens) if kind(number) in (_NORMAL, _USER_DEFINED, _UNUSED)}
     merges: list[tuple[float, int, int, list[str]]] = []
     for token, number in ids.items():

@@ -36,7 +36,7 @@ class QuantizedTable:
         return self.weight.num_bytes
 
     def look_up(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens' rows, [num_tokens, hidden_size] float32."""
+        """Look up the tokens' rows, [num_tokens, hidden_size] float32."""
         weight = self.weight
         rows = replace(
             weight,
@@ -70,11 +70,11 @@ class HeadTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the head's: none."""
+        """Bytes in addition to the head's: none."""
         return 0
 
     def look_up(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens' rows, [num_tokens, hidden_size] float32."""
+        """Look up the tokens' rows, [num_tokens, hidden_size] float32."""
         if isinstance(self.head, G32Linear):
             return g32_dot.look_up(self.head.own_weight, token_ids)
         weight = self.head.own_weight
@@ -88,7 +88,7 @@ class HeadTable:
 
 
 def quantized_table(weight: QuantizedWeight, head: Linear | None) -> QuantizedTable | HeadTable:
-    """Return the table of a quantized embedding.
+    """Build the table of a quantized embedding.
 
     Args:
         head: the linear of the same weight, where the embedding is the head; None: it isn't.
@@ -102,7 +102,7 @@ EmbeddingTable = Tensor | QuantizedTable | HeadTable
 
 
 def look_up(table: EmbeddingTable, token_ids: Tensor) -> Tensor:
-    """Return the tokens' rows, [num_tokens, hidden_size] float32."""
+    """Look up the tokens' rows, [num_tokens, hidden_size] float32."""
     if isinstance(table, Tensor):
         return F.embedding(token_ids, table).float()
     return table.look_up(token_ids)

@@ -75,7 +75,7 @@ class MixtureOfExperts:
         self._gated = gated
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None = None, /) -> Tensor:
-        """Return the rows' outputs in memory of their own, for x of the same shape.
+        """Compute the rows' outputs in memory of their own, for x of the same shape.
 
         They are [num_tokens, hidden_size] float32. Of each expert's rows, the adapters that change
         it add what they add to those that are theirs.
@@ -120,7 +120,7 @@ class MixtureOfExperts:
         return out
 
     def linear(self, site: str) -> LoraLinear | None:
-        """Return the shared expert's linears of an MLP's site; None where there is none."""
+        """Look up the shared expert's linears of an MLP's site; None where there is none."""
         if self.shared is None:
             return None
         return self.shared.gate_up if site == "gate_up" else self.shared.down
@@ -133,7 +133,7 @@ def make_mixture(
     gated: Callable[[Tensor], Tensor],
     layer: int = 0,
 ) -> MixtureOfExperts:
-    """Return a layer's mixture of what its checkpoint holds.
+    """Build a layer's mixture of what its checkpoint holds.
 
     Args:
         routers: the router, and the gate of the shared expert where there is one.

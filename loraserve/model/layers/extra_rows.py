@@ -24,17 +24,17 @@ _Inputs = TypeVar("_Inputs", ModelInputs, GpuInputs, ModelInputs | GpuInputs)
 
 
 def has_extra_rows(lora: LoraPlan | GpuLoraPlan | None) -> bool:
-    """Return whether an adapter of the step has rows beyond the base's; on a GPU none has."""
+    """Check whether an adapter of the step has rows beyond the base's; on a GPU none has."""
     return isinstance(lora, LoraPlan) and lora.has_extra_rows
 
 
 def without_extra(token_ids: Tensor, num_rows: int) -> Tensor:
-    """Return the tokens with 0 for those beyond a base's rows."""
+    """Replace tokens beyond a base's rows by 0."""
     return torch.where(token_ids < num_rows, token_ids, 0)
 
 
 def embeddable(inputs: _Inputs, num_rows: int) -> _Inputs:
-    """Return a step whose tokens the base's table has; the same one where all of them are."""
+    """Replace tokens that the base's table lacks in a step; the same step where it has all."""
     if not has_extra_rows(inputs.lora):
         return inputs
     return replace(inputs, token_ids=without_extra(inputs.token_ids, num_rows))
@@ -55,10 +55,10 @@ def write_embeddings(token_ids: Tensor, hidden: Tensor, lora: LoraPlan | GpuLora
 
 
 def with_extra_logits(logits: Tensor, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-    """Return logits with the adapters' own to the right of the base's.
+    """Append the adapters' own logits to the right of the base's.
 
-    The same tensor where no adapter has any. What is to the right of a row's own columns says
-    nothing: -inf, or what a base's cap makes of that.
+    The same tensor where no adapter has any. What is to the right of a row's own columns has no
+    meaning: -inf, or what a base's cap makes of that.
 
     Args:
         logits: [num_logits, vocab_size] float32.

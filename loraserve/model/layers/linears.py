@@ -70,7 +70,7 @@ class Linear(Protocol):
     def bias(self) -> Tensor | None:
         """Bias that a result holds, [out_features].
 
-        It is in a float dtype that LoRA's kernels take beside it.
+        It is in a float dtype that LoRA's kernels take with it.
         """
         ...
 
@@ -100,7 +100,7 @@ def make_linear(
     dtype: torch.dtype,
     rounded: Collection[str] = ("int8",),
 ) -> Linear:
-    """Return the linear of these weights, in a form of its own.
+    """Build the linear of these weights, in a form of its own.
 
     Args:
         weight: [out_features, in_features]: any float dtype, which isn't kept; or quantized
@@ -153,7 +153,7 @@ def quantize_weight(weight: Tensor, format: str, rotation: int = 0) -> Quantized
 
 
 def check_format(quantize: str, dtype: torch.dtype) -> None:
-    """Return if weights can be kept so on this machine.
+    """Check that weights can be kept so on this machine.
 
     Raises:
         ConfigError: they can't, or nowhere.
@@ -221,7 +221,7 @@ class Float32Linear:
 
 
 def half_bias(bias: Tensor | None, arithmetic: Arithmetic) -> Tensor | None:
-    """Return the bias that a linear in half precision adds: with bfloat16's arithmetic, rounded."""
+    """Choose the bias that a linear in half precision adds: with bfloat16's arithmetic, rounded."""
     return bias.bfloat16().float() if bias is not None and arithmetic.name == FLOATS["bfloat16"] else bias
 
 
@@ -336,7 +336,7 @@ A `G32Linear` isn't one: a rank that has whole groups of a row needs no other ra
 
 
 def rounding_of_row(linear: Linear, row: int) -> ActivationRounding | None:
-    """Return how the products of an output round their input.
+    """Look up how the products of an output round their input.
 
     None: x isn't rounded to integers.
 
@@ -356,7 +356,7 @@ OwnWeight = DotWeight | GroupDotWeight | G32Weight | DecodedWeight
 
 
 def own_weight(linear: Linear) -> OwnWeight | None:
-    """Return a CPU linear's weight as our own kernels multiply it; None where a library does."""
+    """Look up a CPU linear's weight as our own kernels multiply it; None where a library does."""
     if isinstance(linear, Int8Linear | Int4Linear | G32Linear | PackedLinear | HalfLinear):
         return linear.own_weight
     return None

@@ -1,4 +1,4 @@
-"""Linears that know where they stand, so that adapters can be added to what they compute."""
+"""Linears with their site and layer, so that adapters can be added to what they compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoraLinear:
     layer: int
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        """Return the site's output [num_tokens, out_features], in memory of its own.
+        """Compute the site's output [num_tokens, out_features], in memory of its own.
 
         It has x's dtype; rows without an adapter are the base's, bit for bit.
         """

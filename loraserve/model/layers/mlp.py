@@ -17,7 +17,7 @@ class Mlp(Protocol):
     """Part of a layer behind its attention."""
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None, /) -> Tensor:
-        """Return the normed rows' outputs [num_tokens, hidden_size], in memory of their own."""
+        """Compute the normed rows' outputs [num_tokens, hidden_size], in memory of their own."""
         ...
 
 

@@ -41,7 +41,7 @@ class RMSNorm:
         self._floor = torch.tensor(math.sqrt(weight.shape[0] * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the normed x, float32, in memory of its own."""
+        """Norm x to float32, in memory of its own."""
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(length.hypot_(self._floor)).mul_(self._weight)
 
@@ -56,7 +56,7 @@ class ResidualNorm:
     The output is normed or scaled first.
 
     Args:
-        norm: of the sum; None: the sum itself goes on.
+        norm: of the sum; None: the sum itself is passed on.
         delta_norm: of the output before it is added; None: it stays as it is.
         delta_scale: what the output is multiplied with before it is added.
 
@@ -70,11 +70,11 @@ class ResidualNorm:
         self.norm, self.delta_norm, self.delta_scale = norm, delta_norm, delta_scale
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the normed rows, or `hidden` itself."""
+        """Norm the rows, or return `hidden` itself."""
         return hidden if self.norm is None else self.norm(hidden)
 
     def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add the normed and scaled `delta` to `hidden` in place; return what goes on.
+        """Add the normed and scaled `delta` to `hidden` in place; return what is passed on.
 
         `delta` is spent.
         """
@@ -88,7 +88,7 @@ class ResidualNorm:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size].
+    """Compute ``silu(gate) * up`` for gate_up [num_tokens, 2 * size].
 
     Its first half is the gate.
     """
@@ -97,7 +97,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) * up``, by the approximation with tanh.
+    """Compute ``gelu(gate) * up``, by the approximation with tanh.
 
     gate_up is [num_tokens, 2 * size]; its first half is the gate.
     """
@@ -125,7 +125,7 @@ def _by_rows(
     widest: int,
     num_aligned: Callable[[int, int, int], int],
 ) -> Tensor:
-    """Return an elementwise function of x [num_rows, width].
+    """Compute an elementwise function of x [num_rows, width].
 
     Where a thread's part ends, torch computes the last elements one by one, and their exponential
     may round otherwise than that of whole vectors. A part that ended within a row would make the
@@ -147,7 +147,7 @@ def _by_rows(
 
 
 def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """Return how many of these rows gelu takes at once.
+    """Compute how many of these rows gelu takes at once.
 
     Torch shares out elements among all threads where there are more than `_GELU_PART`.
     """
@@ -157,7 +157,7 @@ def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
 
 
 def _num_aligned_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """Return the largest number of these rows, at least one, whose parts all end with a row.
+    """Compute the largest number of these rows, at least one, whose parts all end with a row.
 
     The width is at most half of `_PART`.
     """

@@ -59,7 +59,7 @@ class Int8Linear:
         return self._weight.packed if self._weight.kernel == "numba-dot" else None
 
     def __call__(self, x: Tensor, tops: Tensor | None = None) -> Tensor:
-        """Return the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
+        """Compute the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
         return int8_linear(x, self._weight, self.bias, tops)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
@@ -88,7 +88,7 @@ class Int4Linear:
         return (self._arithmetic,)
 
     def __call__(self, x: Tensor, tops: Tensor | None = None) -> Tensor:
-        """Return the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
+        """Compute the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
         return int4_linear(x, self.own_weight, self.bias, tops)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:

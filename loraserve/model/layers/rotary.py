@@ -39,7 +39,7 @@ class RotaryEmbedding:
         self.num_bytes = self.cos.nbytes + self.sin.nbytes
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `rotate` needs for these positions, each [num_tokens, 1, rotated dim].
+        """Look up what `rotate` needs for these positions, each [num_tokens, 1, rotated dim].
 
         These are the cosines, and the sines with the first half, or the first of each pair,
         negated.
@@ -51,7 +51,7 @@ class RotaryEmbedding:
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def table(self) -> Tensor:
-        """Return every position's cosines and then sines, [max_model_len, rotated dim] float32.
+        """Join every position's cosines and then sines, [max_model_len, rotated dim] float32.
 
         It is for kernels that look them up themselves.
         """
@@ -73,7 +73,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle by which each pair of elements turns per position, float32.
+    """Compute the angle by which each pair of elements turns per position, float32.
 
     It is [head_dim / 2], or half of the part that turns.
     """

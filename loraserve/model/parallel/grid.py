@@ -37,7 +37,7 @@ class RankPlace:
         return PartCut((layers.start, layers.stop), modules, stage.is_last)
 
     def kv_block_bytes(self, block_size: int, item_bytes: int) -> int:
-        """Return the bytes of this part of a KV block: keys and values of its heads and layers."""
+        """Compute the bytes of this part of a KV block: keys and values of its heads and layers."""
         config = self.shard.config
         return 2 * len(self.stage.layers) * config.num_kv_heads * block_size * config.head_dim * item_bytes
 
@@ -59,7 +59,7 @@ class Grid:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Grid:
-        """Return the processes that an engine is told to be."""
+        """Build the grid of processes that an engine is configured to be."""
         return cls(config.tensor_parallel, config.pipeline_parallel)
 
     @property
@@ -68,15 +68,15 @@ class Grid:
         return self.tensor * self.pipeline
 
     def shard_index(self, rank: int) -> int:
-        """Return which part of each linear a rank has."""
+        """Compute which part of each linear a rank has."""
         return rank % self.tensor
 
     def stage_index(self, rank: int) -> int:
-        """Return which stage a rank is of."""
+        """Compute which stage a rank is of."""
         return (rank // self.tensor - 1) % self.pipeline
 
     def place(self, rank: int, whole: ModelConfig) -> RankPlace:
-        """Return what a rank holds of a base."""
+        """Compute what a rank holds of a base."""
         return RankPlace(
             rank,
             Shard(self.shard_index(rank), self.tensor, whole),

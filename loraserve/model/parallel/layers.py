@@ -26,7 +26,7 @@ class RowParallelLinear(LoraLinear):
     """A linear of which each rank has some inputs: outputs are summed, adapters' part in them.
 
     B of an adapter is whole on each rank, and multiplies what the rank's part of A gives: there is
-    no exchange beside the base's own.
+    no exchange apart from the base's own.
     """
 
     ranks: Ranks
@@ -70,7 +70,7 @@ class RowRoundedTogether:
 
 
 def rounded_together(linear: Linear, ranks: Ranks) -> Linear:
-    """Return a linear of which each rank has some inputs; as it is where it rounds none."""
+    """Wrap a linear of which each rank has some inputs; as it is where it rounds none."""
     return RowRoundedTogether(linear, ranks) if isinstance(linear, RoundingLinear) else linear
 
 
@@ -131,17 +131,17 @@ class VocabParallelEmbedding:
         self._shard, self._ranks = shard, ranks
 
     def local(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens as this rank counts them."""
+        """Convert the tokens to this rank's numbering."""
         first, last = self._shard.vocab
         return torch.where((token_ids >= first) & (token_ids < last), token_ids - first, self._shard.vocab_width)
 
     def table(self, embedding: Tensor) -> Tensor:
-        """Return this rank's part of an embedding table, copied."""
+        """Copy this rank's part of an embedding table."""
         first, last = self._shard.vocab
         table = embedding.new_zeros(self._shard.vocab_width + 1, embedding.shape[1])
         table[: last - first] = embedding[first:last]
         return table
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Return all ranks' embedded rows, of each of which one rank has what isn't zero."""
+        """Sum all ranks' embedded rows, of each of which one rank has what isn't zero."""
         return self._ranks.sum(hidden)

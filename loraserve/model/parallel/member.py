@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 Share = Callable[[PartFacts], Sequence[PartFacts]]
-"""Tells the others of this part; returns all parts' facts on rank 0, in the order of their stages,
-and this one's alone on other ranks.
+"""Sends the others this part's facts; returns all parts' facts on rank 0, in the order of their
+stages, and this one's alone on other ranks.
 """
 
 
@@ -39,7 +39,7 @@ class GroupMember:
     share: Share
 
     def place(self, whole: ModelConfig) -> RankPlace:
-        """Return what this process holds of a base."""
+        """Compute what this process holds of a base."""
         return self.grid.place(self.rank, whole)
 
 

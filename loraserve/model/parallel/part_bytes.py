@@ -11,12 +11,12 @@ _ALIGNMENT = 64
 
 
 def aligned(num_bytes: int) -> int:
-    """Return where the next array of a part begins."""
+    """Compute where the next array of a part begins."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def region_bytes(layout: PackedLayout, dtype: ItemSized, norms: Sequence[int]) -> int:
-    """Return the bytes of a part's pages.
+    """Compute the bytes of a part's pages.
 
     Args:
         norms: numbers of each norm's weights.

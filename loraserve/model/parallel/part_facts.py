@@ -1,4 +1,4 @@
-"""What a rank tells the others of its part of a base. Imports no torch.
+"""Facts that a rank sends the others of its part of a base. Imports no torch.
 
 Each stage of a pipeline reads its own tensors alone: the digest of a base, its size and its
 arithmetic are those of all parts together.
@@ -32,7 +32,7 @@ class PartFacts(Struct, frozen=True):
 
 
 def join_facts(facts: Sequence[PartFacts]) -> PartFacts:
-    """Return what is so of all parts together, as of one process that has all of them.
+    """Join the facts of all parts, as of one process that has all of them.
 
     Args:
         facts: of all ranks, in the order of their stages.

@@ -27,7 +27,7 @@ class Arrival:
         self._work: Any | None = work
 
     def wait(self) -> Tensor:
-        """Return the rows, [num_rows, hidden_size] float32, once they are here.
+        """Wait for the rows, [num_rows, hidden_size] float32.
 
         Raises:
             RuntimeError: the stage before has ended.
@@ -74,7 +74,7 @@ class Pipe:
         return self.index == self.size - 1
 
     def expect(self, num_rows: int, hidden_size: int) -> Arrival:
-        """Return what the stage before sends next, before or after it has."""
+        """Expect what the stage before sends next, before or after it has."""
         rows = torch.empty(num_rows, hidden_size)
         work = self._group.recv([rows], self.index - 1, self._num_expected % _NUM_TAGS)
         self._num_expected += 1

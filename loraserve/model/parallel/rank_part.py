@@ -41,21 +41,21 @@ class RankPart:
         return VocabParallelEmbedding(self.shard, self.ranks)
 
     def linear(self, base: Linear, site: str, layer: int) -> LoraLinear:
-        """Return a layer's linears of this part."""
+        """Build a layer's linears of this part."""
         if site in ("o", "down"):
             return RowParallelLinear(rounded_together(base, self.ranks), site, layer, self.ranks)
         return LoraLinear(base, site, layer)
 
     def head(self, base: Linear) -> LoraLinear:
-        """Return the head of this part."""
+        """Build the head of this part."""
         return VocabParallelHead(base, "lm_head", 0, self.ranks, self.shard.whole.vocab_size)
 
     def experts(self, mlp: MixtureOfExperts) -> Mlp:
-        """Return experts of which this part has some inner features."""
+        """Wrap experts of which this part has some inner features."""
         return SummedMlp(mlp, self.ranks)
 
     def head_norm(self, weight: Tensor, eps: float, *, is_query: bool) -> RMSNorm:
-        """Return the norm of queries or keys: of each head, or of all ranks' heads together."""
+        """Build the norm of queries or keys: of each head, or of all ranks' heads together."""
         shard = self.shard
         if not shard.whole.architecture.is_qk_norm_whole:
             return RMSNorm(weight, eps)
@@ -65,7 +65,7 @@ class RankPart:
 
 
 def cut_site(cut: SiteCut, weight: Weight, bias: Tensor | None, first: int, last: int) -> tuple[Weight, Tensor | None]:
-    """Return a rank's part of a weight and a bias that are these rows of a site.
+    """Cut a rank's part out of a weight and a bias that are these rows of a site.
 
     They are cut after they are quantized: codes and scales are the whole one's. Of linears of
     several kinds at one site, each weight has some of its rows.

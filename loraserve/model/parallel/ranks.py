@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 def join_group(store: Store, rank: int, size: int) -> Any:
-    """Return this rank's end of gloo's group; returns once all ranks have joined.
+    """Join gloo's group as this rank; wait until all ranks have joined.
 
     Only this machine's processes can: it is bound to the loopback interface.
 
@@ -75,7 +75,7 @@ class Ranks:
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """Return the largest of all ranks' for each number of x; NaN where any of them is."""
+        """Find the largest of all ranks' for each number of x; NaN where any of them is."""
         if not x.numel():
             return x
         with self.traffic.summing((self.size - 1) * x.nbytes):
@@ -83,7 +83,7 @@ class Ranks:
         return torch.stack(parts).amax(0)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
-        """Return all ranks' tensors, of one shape, on rank 0; None on the others."""
+        """Gather all ranks' tensors, of one shape, on rank 0; None on the others."""
         x = x.contiguous()
         is_first = self.rank == 0
         with self.traffic.summing((self.size - 1) * x.nbytes if is_first else 0):

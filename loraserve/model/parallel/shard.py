@@ -34,7 +34,7 @@ class SiteCut:
     has_bias: bool = True
 
     def rows_in(self, first: int, last: int) -> list[Range] | None:
-        """Return the ranges within these fused rows, counted from `first`; None: all of them."""
+        """Intersect the ranges with these fused rows, counted from `first`; None: all of them."""
         if self.rows is None:
             return None
         within = ((max(start, first) - first, min(end, last) - first) for start, end in self.rows)
@@ -112,7 +112,7 @@ class Shard:
         return cuts
 
     def site_cut(self, site: str) -> SiteCut:
-        """Return the part of a layer's site, or of the head."""
+        """Choose the part of a layer's site, or of the head."""
         if site == "lm_head":
             return SiteCut(self.head_rows, None)
         if site in ("o", "down"):
@@ -125,7 +125,7 @@ class Shard:
         return SiteCut(tuple(rows), None)
 
     def expert_cut(self, inner: int, *, is_down: bool) -> SiteCut:
-        """Return the part of an expert's gate and up, or of its down.
+        """Choose the part of an expert's gate and up, or of its down.
 
         Args:
             inner: features between them.
@@ -155,7 +155,7 @@ class Shard:
         return self.vocab_width + (self.size > 1)
 
     def _range(self, module: str) -> Range:
-        """Return the outputs of a column-parallel linear, or the inputs of a row-parallel one."""
+        """Choose the outputs of a column-parallel linear, or the inputs of a row-parallel one."""
         whole = self.whole
         if module in ("k_proj", "v_proj") and self.kv_copies > 1:
             head = self.rank // self.kv_copies

@@ -41,7 +41,7 @@ class Stage:
         return self.index == self.size - 1
 
     def has_tensor(self, name: str) -> bool:
-        """Return whether this stage reads a norm, by its name in the checkpoint."""
+        """Check whether this stage reads a norm, by its name in the checkpoint."""
         architecture = self.whole.architecture
         if name == architecture.norm:
             return self.is_last

@@ -1,4 +1,4 @@
-"""The catalog's entries beside versions.
+"""The catalog's entries apart from versions.
 
 They are aliases, metadata, grants, pins, deleted and shadowed versions.
 """

@@ -58,7 +58,7 @@ class Aliases:
         self._clock = clock
 
     async def get(self, tenant: TenantId, name: str, alias: str) -> AliasRecord:
-        """Return the alias.
+        """Read the alias.
 
         Raises:
             AdapterNotFound: there is no such adapter.
@@ -72,7 +72,7 @@ class Aliases:
     async def list(
         self, tenant: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[AliasRecord]:
-        """Return a page of the adapter's aliases by name.
+        """List a page of the adapter's aliases by name.
 
         Raises:
             AdapterNotFound
@@ -256,7 +256,7 @@ class Aliases:
     async def _check_fit(self, tenant: TenantId, name: str, numbers: Iterable[int]) -> None:
         """Check that the versions fit the device, before a transaction: files may be read.
 
-        What else is wrong with them, the transaction says.
+        The transaction finds what else is wrong with them.
 
         Raises:
             AdapterRejected

@@ -2,7 +2,7 @@
 
 A version is in this process alone: its files are in anonymous memory (`adapters_store.memory`), and
 nothing of it is in the database or on a disk. So a kill leaves nothing behind, and no other server
-knows the name.
+has the name.
 
 **Who holds the memory.** Every request that was bound to a version holds the same `AdapterRef`
 object. The memory is freed when the last holder has dropped it: the name (which moves to the next
@@ -108,7 +108,7 @@ class EphemeralAdapters:
         throttle: pauses uploads, and for less time loads, while an engine computes on this
             machine's processors.
         memory_bytes: memory for all of them; a tenant may have as much of it as is free.
-        ttl_s: seconds after a load at which a name is unloaded, if the load doesn't say.
+        ttl_s: seconds after a load at which a name is unloaded, if the load doesn't set it.
         monotonic: clock that measures the seconds.
     """
 
@@ -183,11 +183,11 @@ class EphemeralAdapters:
         return len(self._names)
 
     def shares(self) -> tuple[Shares, ...]:
-        """Return the shares of versions and of memory, for metrics."""
+        """List the shares of versions and of memory, for metrics."""
         return self.versions, self.bytes
 
     def stage(self, tenant: TenantId) -> MemoryBlob:
-        """Return memory for the weights of a load, which the caller closes unless `load` returns.
+        """Allocate memory for the weights of a load, which the caller closes unless `load` returns.
 
         Raises:
             StorageError: the system has none.
@@ -230,7 +230,7 @@ class EphemeralAdapters:
 
         They are inspected as an upload's are, but get no certificate. Until the adapter is on the
         device, requests are bound to the version before, so that none waits for a load. The bytes
-        of the present version again make no new one: its time begins anew.
+        of the present version again make no new one: its time begins again.
 
         Args:
             owner: name of the tenant.
@@ -354,7 +354,7 @@ class EphemeralAdapters:
             )
 
     def name_of(self, tenant: TenantId, name: str) -> str | None:
-        """Return the name, as it was loaded, of the tenant's ephemeral adapter of that name.
+        """Look up the name, as it was loaded, of the tenant's ephemeral adapter of that name.
 
         None: it has none.
         """
@@ -362,7 +362,7 @@ class EphemeralAdapters:
         return None if named is None else named.ref.name
 
     def route(self, tenant: TenantId, model: ParsedModel) -> Route | None:
-        """Return the route of `model`; None if it isn't an ephemeral adapter of the tenant.
+        """Find the route of `model`; None if it isn't an ephemeral adapter of the tenant.
 
         A name means its present version, as do its alias `LIVE` and the version's own number.
 
@@ -382,7 +382,7 @@ class EphemeralAdapters:
         return named.route if is_meant else None
 
     def servable(self, tenant: TenantId) -> list[ServableAdapter]:
-        """Return the tenant's ephemeral adapters that are served, by name."""
+        """List the tenant's ephemeral adapters that are served, by name."""
         found = [(key, named) for (owner, key), named in self._names.items() if owner == tenant]
         return [
             ServableAdapter(named.ref.name, None, named.owner, named.created_at, named.ref.version, named.ref.digest)
@@ -490,7 +490,7 @@ class EphemeralAdapters:
         inspected: Inspected,
         base: BaseSpec,
     ) -> Target:
-        """Return the version, whose reference holds the memory from now on."""
+        """Build the version, whose reference holds the memory from now on."""
         holder = tenant_holder(tenant)
         self.versions.take(holder)
         try:
@@ -522,7 +522,7 @@ def _is_stored(name: str) -> Conflict:
 
 
 def already_loaded(name: str) -> InvalidRequest:
-    """Return the refusal of a load without ``load_inplace``, in the words that clients look for."""
+    """Build the refusal of a load without ``load_inplace``, in the words that clients look for."""
     return InvalidRequest(
         f"The lora adapter '{name}' has already been loaded.",
         param="lora_name",

@@ -33,7 +33,7 @@ class GrantRecord:
 class Grants:
     """Grants on tenants' adapters. A change is durable when the call returns.
 
-    A grant ends with its adapter: a deleted adapter that is pushed anew has none, a restored one
+    A grant ends with its adapter: a deleted adapter that is pushed again has none, a restored one
     has its old grants. An owner doesn't learn which tenants exist: it can grant to an unused name,
     and a tenant created later under that name has the grant. A grant to a deleted tenant stays in
     the list, but the next tenant of that name doesn't have it.
@@ -113,7 +113,7 @@ class Grants:
             )
 
     async def get(self, owner: TenantId, name: str, tenant: str) -> GrantRecord:
-        """Return the tenant's grant.
+        """Read the tenant's grant.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
@@ -128,7 +128,7 @@ class Grants:
     async def list(
         self, owner: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[GrantRecord]:
-        """Return a page of the adapter's grants by tenant name.
+        """List a page of the adapter's grants by tenant name.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
@@ -158,7 +158,7 @@ class Grants:
             name = adapter.name
             _record(name, await self._find(session, adapter, tenant), tenant)
             await self._delete(session, adapter, tenant)
-            # unconditional, so that the time taken doesn't tell whether the tenant exists
+            # unconditional, so that the time taken doesn't reveal whether the tenant exists
             await remove_tenant_placeholder(session, tenant)
             self._audit(session, "grant.delete", owner, name, tenant, actor, now)
         self._on_change(owner, name)

@@ -55,21 +55,21 @@ class LastUsed:
         self._note(self._by_anyone, key)
 
     def has_used(self, tenant: TenantId, digest: Digest) -> bool:
-        """Return whether the tenant used these bytes, under whatever name.
+        """Check whether the tenant used these bytes, under whatever name.
 
         False too where that is long forgotten.
         """
         return (tenant, digest) in self._by_bytes
 
     def seconds_since(self, tenant: TenantId, version: UsedVersion) -> float | None:
-        """Return the time since the tenant's last use of the version.
+        """Compute the time since the tenant's last use of the version.
 
         None: never, or long forgotten.
         """
         return self._since(self._by_tenant.get((tenant, version_key(version))))
 
     def seconds_since_anyone(self, version: UsedVersion) -> float | None:
-        """Return the time since any tenant's last use of the version.
+        """Compute the time since any tenant's last use of the version.
 
         None: never, or long forgotten.
         """

@@ -151,9 +151,9 @@ class Pins:
     async def unpin(
         self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
     ) -> bool:
-        """Unpin the version durably; return whether the engine knows already.
+        """Unpin the version durably; return whether the engine has been notified.
 
-        Otherwise it will be told later.
+        Otherwise it will be notified later.
 
         Raises:
             AdapterNotFound, VersionNotFound
@@ -186,7 +186,7 @@ class Pins:
             return await _within(wait_s, self._unpin(self._engine, ref)) and ref.digest not in self._requested
 
     async def sync(self) -> None:
-        """Tell the engine what to pin and unpin. The loads continue after the return.
+        """Send the engine what to pin and unpin. The loads continue after the return.
 
         Raises:
             DatabaseUnavailable

@@ -152,7 +152,7 @@ class ShadowHours:
     async def list(
         self, tenant: TenantId, name: str, alias: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[ShadowHourRecord]:
-        """Return a page of the hours of all shadows that the alias had, newest first.
+        """List a page of the hours of all shadows that the alias had, newest first.
 
         They are within `LIMITS.shadow_retention_s`.
 

@@ -34,7 +34,7 @@ class BaseNames:
     digest is compared with the base's digest.
 
     Args:
-        names: names of the base beside its id.
+        names: names of the base apart from its id.
         source: source of the checkpoint, a hub's id or a path; not shown to tenants.
         is_strict: whether adapters of another base, by its name or its tokenizer, are refused.
     """
@@ -49,7 +49,7 @@ class BaseNames:
         self._names, self.is_strict = tuple(names), is_strict
 
     def inspect(self, config: Mapping[str, Any], base: BaseSpec) -> tuple[Mapping[str, Any], ...]:
-        """Return the check of the base that the config names; none where it names none.
+        """Check the base that the config names; no check where it names none.
 
         Raises:
             AdapterBaseMismatch: the config names another base, and the server is strict.
@@ -67,7 +67,7 @@ class BaseNames:
         return (check,)
 
     def check(self, named: str, base: BaseSpec) -> dict[str, Any]:
-        """Return the entry among a version's checks."""
+        """Compare the name with the base's: the entry among a version's checks."""
         named = named.strip()[:MAX_NAME_LENGTH]
         status, detail = PASSED, f"{FIELD} is {shown(named)}, a name of this server's base"
         if not self._is_the_same(named, base):
@@ -79,11 +79,11 @@ class BaseNames:
         return {"name": BASE_NAME, "status": status, "detail": detail, "named": named}
 
     def is_name_of(self, name: str, base: BaseSpec) -> bool:
-        """Return whether `name` names this base."""
+        """Check whether `name` names this base."""
         return self._is_the_same(name.strip()[:MAX_NAME_LENGTH], base)
 
     def again(self, checks: Sequence[Mapping[str, Any]], base: BaseSpec) -> list[Mapping[str, Any]]:
-        """Return the checks of a version that is moved to `base`, its name compared anew."""
+        """Compare the name in the checks of a version that is moved to `base` again."""
         return [self.check(check["named"], base) if check["name"] == BASE_NAME else check for check in checks]
 
     def _is_the_same(self, named: str, base: BaseSpec) -> bool:
@@ -95,9 +95,9 @@ class BaseNames:
 
 
 def _short_forms(name: str) -> set[str]:
-    """Return the last component of a name or path.
+    """Extract the last component of a name or path.
 
-    If it is in a hub's cache, return the model's name too.
+    If it is in a hub's cache, add the model's name.
     """
     parts = [part for part in name.casefold().replace("\\", "/").split("/") if part not in ("", ".")]
     cached = (part.removeprefix(_CACHED).rpartition("--")[2] for part in parts if part.startswith(_CACHED))

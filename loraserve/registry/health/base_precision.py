@@ -1,4 +1,4 @@
-"""What rounding costs the served base: measured once for a base and its arithmetic, and kept."""
+"""Cost of rounding for the served base: measured once for a base and its arithmetic, and kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIELDS = ("num_positions", "top1_agreement", "mean_divergence", "loss", "served
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrecision:
-    """What was measured, and when."""
+    """Measurement, and its time."""
 
     precision: BasePrecision
     at: datetime
@@ -37,7 +37,7 @@ class MeasuredPrecision:
 
 @dataclass(frozen=True, slots=True)
 class KnownPrecision:
-    """What is known of the served base.
+    """Rounding cost of the served base.
 
     Attributes:
         quantization: format that its weights are served in.
@@ -56,7 +56,7 @@ class BasePrecisions:
 
     Args:
         base: returns the resident base; raises `EngineUnavailable` while there is none.
-        measure: has the engine measure it beside serving, or returns the reason why there is
+        measure: has the engine measure it while it serves, or returns the reason why there is
             nothing to measure; None: what isn't known stays so.
     """
 
@@ -93,7 +93,7 @@ class BasePrecisions:
 
     @property
     def current(self) -> KnownPrecision | None:
-        """What is known of the base that is served now; None: nothing yet."""
+        """Rounding cost of the base that is served now; None: unknown yet."""
         try:
             key = _key(self._base())
         except EngineUnavailable:

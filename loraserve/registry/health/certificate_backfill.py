@@ -206,7 +206,7 @@ class CertificateBackfill:
         return True
 
     async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
-        """Return the due versions among the next `_WINDOW`, and the last id.
+        """Find the due versions among the next `_WINDOW`, and the last id.
 
         None instead of the id if there are no more.
         """
@@ -218,7 +218,7 @@ class CertificateBackfill:
         return self._found(rows, base), end
 
     async def _look_again(self, base: BaseSpec) -> list[_Due]:
-        """Return the versions that earlier sweeps left, as far as they are due still."""
+        """Find the versions that earlier sweeps left, as far as they are due still."""
         if not self._left:
             return []
         async with self._database.read() as session:
@@ -292,12 +292,12 @@ def _due(base: BaseSpec) -> Select[Any]:
 
 
 def _first_id(at: datetime) -> str:
-    """Return the beginning of the ids that are made at that time."""
+    """Compute the beginning of the ids that are made at that time."""
     return str(ULID.from_datetime(at))[:_NUM_TIME_DIGITS]
 
 
 def _lease_of(base: BaseSpec, beginning: str) -> str:
-    """Return the lease's name.
+    """Format the lease's name.
 
     It depends on base and setup: servers of other ones can't issue these certificates and must not
     block those that can.

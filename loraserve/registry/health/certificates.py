@@ -58,7 +58,7 @@ VERDICTS = (PASSED, DEGRADED, NOT_POSSIBLE, FAILED, SKIPPED, REJECTED)
 
 
 def verdict_of(check: Mapping[str, Any]) -> str:
-    """Return the verdict, one of `VERDICTS`, of this check.
+    """Read the verdict, one of `VERDICTS`, of this check.
 
     It was counted when `Certificates.verify` stored the check.
     """
@@ -67,7 +67,7 @@ def verdict_of(check: Mapping[str, Any]) -> str:
 
 
 class Certificates:
-    """Asks the engine for certificates, and stores them with the versions.
+    """Requests certificates from the engine, and stores them with the versions.
 
     Args:
         certify: verification by the engine; None: nothing is verified.
@@ -114,7 +114,7 @@ class Certificates:
         self._is_at_upload = value
 
     def check_dry_run(self) -> CertificateOutcome | None:
-        """Return the outcome for a dry run; None if nothing is verified."""
+        """Choose the outcome for a dry run; None if nothing is verified."""
         return (
             None
             if self._certify is None
@@ -122,10 +122,10 @@ class Certificates:
         )
 
     async def check_upload(self, ref: AdapterRef) -> CertificateOutcome | None:
-        """Ask for the certificate of committed blobs that aren't a version yet.
+        """Request the certificate of committed blobs that aren't a version yet.
 
         Return None if nothing is verified. If the engine is unreachable or busy, the upload isn't
-        refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` asks again,
+        refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` tries again,
         with a limit if the engine died. A strict server refuses it, and an upload whose certificate
         is degraded or wasn't possible.
 
@@ -268,7 +268,7 @@ class Certificates:
     async def known_failure(
         self, session: AsyncSession, tenant: TenantId, digest: Digest, base_digest: Digest
     ) -> CertificateOutcome | None:
-        """Return the failed certificate of the tenant's same weights on this base.
+        """Find the failed certificate of the tenant's same weights on this base.
 
         It may be of any version, deleted or not. Used for uploads whose own certificate was
         skipped: pushing the bytes under another name must not end their quarantine. Other tenants'
@@ -293,7 +293,7 @@ class Certificates:
     async def _record_death(self, tenant: TenantId, name: str, number: int, actor: str) -> None:
         """Store in the version's missing certificate that the engine died.
 
-        So all servers know, also after restarts.
+        So all servers have it, also after restarts.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -308,7 +308,7 @@ class Certificates:
             _note(session, repository, adapter, row, now, actor=actor, verdict=SKIPPED, before=row.state)
 
     async def _certify_in_place(self, ref: AdapterRef, actor: str) -> CertificateOutcome:
-        """Return the outcome for a version of this base.
+        """Certify a version of this base.
 
         What the engine can never serve has failed.
         """
@@ -321,7 +321,7 @@ class Certificates:
             raise
 
     async def _certify_move(self, ref: AdapterRef, record: VersionRecord, base: BaseSpec) -> CertificateOutcome:
-        """Return the outcome for a version of another base, which passed.
+        """Certify a version of another base, which has to pass.
 
         Raises:
             AdapterRejected: it can't be served on this one. Nothing of that is kept: on its own
@@ -385,7 +385,7 @@ def _uncertified(outcome: CertificateOutcome) -> AdapterUncertified:
 
 
 def _moved(checks: list[Mapping[str, Any]], row: AdapterVersion, base: BaseSpec) -> list[Mapping[str, Any]]:
-    """Return the checks of a version that is moved to `base`: what they say of its base is new."""
+    """Update the checks of a version that is moved to `base`: its base's entry is new."""
     detail = (
         f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request, "
         "after it was verified there"

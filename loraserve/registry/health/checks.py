@@ -28,11 +28,11 @@ WARNED = "warned"
 DEGRADED, NOT_POSSIBLE = "degraded", "not_possible"
 """Statuses of a certificate that isn't passed, of a version that is served all the same."""
 WARNINGS = (WARNED, DEGRADED, NOT_POSSIBLE)
-"""Statuses of checks that are told as warnings."""
+"""Statuses of checks that are reported as warnings."""
 
 
 def state_of(checks: Iterable[Mapping[str, Any]]) -> str:
-    """Return the state of a version with these checks.
+    """Decide the state of a version with these checks.
 
     It is `QUARANTINED` if one has failed, else `READY`.
     """
@@ -47,7 +47,7 @@ def set_checks(row: AdapterVersion, checks: Iterable[Mapping[str, Any]]) -> None
 
 
 def replace_check(checks: Iterable[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the checks with `new` at the end.
+    """Put `new` at the end of the checks.
 
     It replaces the one of the same name if there is one.
     """
@@ -55,17 +55,17 @@ def replace_check(checks: Iterable[Mapping[str, Any]], new: Mapping[str, Any]) -
 
 
 def find_check(checks: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    """Return the check of this name; None if there is none."""
+    """Find the check of this name; None if there is none."""
     return next((check for check in checks if check["name"] == name), None)
 
 
 def is_corrupt(checks: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the version's stored bytes are known to be corrupt."""
+    """Check whether the version's stored bytes are known to be corrupt."""
     return any(check["name"] == STORED and check["status"] == FAILED for check in checks)
 
 
 def quarantine_error(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
-    """Return the refusal of a version in quarantine.
+    """Build the refusal of a version in quarantine.
 
     Its message has the detail of the check that failed.
     """

@@ -109,7 +109,7 @@ class CorruptionQuarantine:
                 return False
             was_corrupt = is_corrupt(row.checks)
             # The time distinguishes this report from older ones: a running verification clears only
-            # those it knew.
+            # those it started with.
             report = {"name": STORED, "status": FAILED, "detail": _DETAIL, "at": now.isoformat()}
             set_checks(row, replace_check(row.checks, report))
             if was_corrupt:

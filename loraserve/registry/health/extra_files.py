@@ -25,13 +25,13 @@ from loraserve.types import BaseSpec, TenantId
 InspectTemplate = Callable[[TenantId, str], Awaitable[TemplateAnswer]]
 """Function that returns what a template of the tenant is like."""
 CHECK = "extra_files"
-"""Name of the check that says which extra files a version has, and what of them is ignored."""
+"""Name of the check that lists which extra files a version has, and what of them is ignored."""
 
 
 async def inspect_extra_files(
     tenant: TenantId, extras: ExtraFiles, base: BaseSpec, inspect_template: InspectTemplate | None
 ) -> list[dict[str, Any]]:
-    """Return the checks of a version with these files: one, or none where there are none.
+    """Check a version's extra files: one check, or none where there are no files.
 
     Args:
         inspect_template: None: this server has no process for templates.
@@ -81,7 +81,7 @@ async def inspect_extra_files(
 
 
 def with_extra_files(inspected: Inspected, extras: ExtraFiles, checks: Iterable[dict[str, Any]]) -> Inspected:
-    """Return the inspection of the whole version."""
+    """Extend the inspection to the whole version."""
     return replace(
         inspected,
         digest=version_digest(inspected.digest, extras),

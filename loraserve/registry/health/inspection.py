@@ -39,7 +39,7 @@ class Inspected:
     num_extra_rows: int = 0
     """Rows of its embedding and head beyond the base's."""
     extras: VersionExtras | None = None
-    """What the version has beside its config and its weights; `digest` covers it."""
+    """Extra files of the version, apart from its config and its weights; `digest` covers them."""
     files: ExtraFiles = NO_EXTRA_FILES
     """Files of `extras`: what was uploaded, less what is the base's."""
 
@@ -91,12 +91,12 @@ def inspect_upload(
 
 
 def base_check(base: BaseSpec, detail: str) -> dict[str, Any]:
-    """Return the check that says for which base a version was compiled."""
+    """Build the check that names the base for which a version was compiled."""
     return {**_passed(BASE, detail), "base_id": base.id}
 
 
 def _kind(ir: AdapterIR) -> str:
-    """Return PEFT's name of the kind, and its extra features.
+    """Format PEFT's name of the kind, and its extra features.
 
     An example is ``LORA with magnitudes (DoRA), norms``.
     """
@@ -117,7 +117,7 @@ def _kind(ir: AdapterIR) -> str:
 
 
 def _untrained(targets: tuple[str, ...], base: BaseSpec) -> dict[str, Any]:
-    """Return the warning about targets that the base doesn't have."""
+    """Build the warning about targets that the base doesn't have."""
     listed = ", ".join(shown(target, 80) for target in targets[:8]) + (" …" if len(targets) > 8 else "")
     detail = f"target_modules lists {listed}, which {base.id} doesn't have: nothing of it is trained, as in PEFT"
     return {"name": "targets", "status": WARNED, "detail": detail}

@@ -133,13 +133,13 @@ class NumericFailures:
 
 
 def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of failures in a version's checks."""
+    """Count the failures in a version's checks."""
     check = find_check(checks, NUMERICS)
     return 0 if check is None else int(check["strikes"])
 
 
 def as_check(num: int) -> dict[str, Any]:
-    """Return the check of a version with so many failures."""
+    """Build the check of a version with that many failures."""
     status = FAILED if num >= MAX_NUMERIC_FAILURES else WARNED
     noun = "answer was" if num == 1 else "answers were"
     detail = (

@@ -1,6 +1,6 @@
 """Outcome of asking the engine for a certificate.
 
-It has its entry among a version's checks, and when to ask again.
+It has its entry among a version's checks, and when to verify again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CertificateOutcome:
 
     @classmethod
     def of(cls, certificate: Certificate, setup: str) -> CertificateOutcome:
-        """Return the outcome that a certificate from this setup states."""
+        """Read the outcome that a certificate from this setup states."""
         why = certificate.reason.rstrip(".")
         detail = ": ".join(part for part in (why, words_of(certificate)) if part)
         if certificate.verdict in (PASSED, DEGRADED, NOT_POSSIBLE):
@@ -60,7 +60,7 @@ class CertificateOutcome:
         return cls(FAILED, detail, certificate)
 
     def as_check(self) -> dict[str, Any]:
-        """Return the entry among a version's checks.
+        """Build the entry among a version's checks.
 
         A number that isn't finite is None: JSON can't express it.
         """
@@ -74,9 +74,9 @@ class CertificateOutcome:
         return {**check, "holds_for": list(self.holds_for)} if self.holds_for else check
 
     def after(self, checks: Iterable[Mapping[str, Any]]) -> CertificateOutcome:
-        """Return the same outcome with the setups on which the version was verified before.
+        """Add the setups on which the version was verified before to the outcome.
 
-        Its old checks say which. Otherwise servers that compute one base in different ways would
+        They are in its old checks. Otherwise servers that compute one base in different ways would
         verify the version in turns, forever. A failure clears all of them.
         """
         if not self.holds_for:
@@ -95,7 +95,7 @@ def setup_of(base: BaseSpec) -> str:
 
 
 def is_due(check: Mapping[str, Any], setup: str) -> bool:
-    """Return whether the check is a certificate for which the engine should be asked again.
+    """Check whether the check is a certificate that the engine should issue again.
 
     It is if the certificate is missing against the operator's wish, or was issued on other setups
     than this one.
@@ -108,7 +108,7 @@ def is_due(check: Mapping[str, Any], setup: str) -> bool:
 
 
 def after_death(check: Mapping[str, Any], setup: str) -> dict[str, Any]:
-    """Return the check after the engine died while verifying the version.
+    """Update the check after the engine died while verifying the version.
 
     After two deaths it isn't due any more.
     """
@@ -118,7 +118,7 @@ def after_death(check: Mapping[str, Any], setup: str) -> dict[str, Any]:
 
 
 def words_of(one: Certificate) -> str:
-    """Return what a certificate found, in words and figures; empty if it compared nothing."""
+    """Describe what a certificate found, in figures; empty if it compared nothing."""
     if not one.num_probe_tokens:
         return ""
     computed = (

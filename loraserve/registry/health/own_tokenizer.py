@@ -39,7 +39,7 @@ GetTokenizer = Callable[[], BaseTokenizer | None]
 def inspect_tokenizer(
     extras: ExtraFiles, tokenizer: BaseTokenizer | None, base: BaseSpec, *, is_strict: bool
 ) -> tuple[ExtraFiles, list[dict[str, Any]]]:
-    """Return a version's extra files, with what of its tokenizer differs, and the check of it.
+    """Reduce a version's extra files to what of its tokenizer differs, and check it.
 
     The template of ``tokenizer_config.json`` becomes the version's, where it isn't the base's and
     the version has no other. It may take a second: call it on a thread.
@@ -118,7 +118,7 @@ def check_rows(tokenizer: TokenizerSummary | None, num_extra_rows: int, base: Ba
 
 
 def _unused(own: TokenizerSummary, base: TokenizerSummary) -> list[str]:
-    """Return what of a tokenizer isn't used, in words."""
+    """Describe what of a tokenizer isn't used."""
     found = [
         f"it has a {name.replace('_', '-')} of its own with {what}, which isn't used: the base's is"
         for name, what in own.unserved_rules(base).items()
@@ -156,7 +156,7 @@ def _check_rows(differences: TokenizerSummary, base: BaseSpec) -> None:
 
 
 def _with_template(extras: ExtraFiles, own: TokenizerSummary, base: TokenizerSummary) -> tuple[ExtraFiles, list[str]]:
-    """Return the extra files with the template that a version has, and what was done with it."""
+    """Add the template that a version has to the extra files; describe what was done with it."""
     templates, file = dict(own.chat_templates), FILE_NAMES["chat_template"]
     if not templates:
         return extras, []
@@ -179,7 +179,7 @@ def _with_template(extras: ExtraFiles, own: TokenizerSummary, base: TokenizerSum
 
 
 def _words(differences: TokenizerSummary) -> str:
-    """Return what a version's tokenizer has of its own."""
+    """Describe what a version's tokenizer has of its own."""
     found = []
     if differences.added:
         shown = ", ".join(repr(token.content) for token in differences.added[:_NUM_SHOWN])

@@ -50,7 +50,7 @@ class StoredFit:
         self._memory = LoadMemory(LIMITS.max_factors_bytes)
 
     async def check(self, version: VersionRecord) -> None:
-        """Return if the version may fit, or if that can't be found out now.
+        """Check that the version may fit, or that this can't be found out now.
 
         Raises:
             AdapterRejected: it never fits, as at a push.
@@ -75,7 +75,7 @@ class StoredFit:
                     f"{version.name}@{version.version}: {error.message}", problems=error.problems, hint=error.hint
                 ) from error
             except StorageError:
-                # a load says what is wrong with the bytes
+                # a load reports what is wrong with the bytes
                 return
 
     def _check_files(self, version: VersionRecord, base: BaseSpec) -> None:

@@ -23,7 +23,7 @@ from loraserve.registry.health.inspection import Inspected
 from loraserve.types import BaseSpec
 
 CONTAINER = "container"
-"""Name of the check that says what a version was read from."""
+"""Name of the check that names what a version was read from."""
 
 
 class Uploaded(Protocol):
@@ -72,7 +72,7 @@ async def convert_upload(
     slots: asyncio.Semaphore,
     throttle: Throttle,
 ) -> Converted[T] | None:
-    """Return PEFT's files of an upload; None: it is these already.
+    """Convert an upload to PEFT's files; None: it is these already.
 
     Args:
         stage: returns where the new weights are written.
@@ -104,7 +104,7 @@ async def convert_upload(
 
 
 def with_container(inspected: Inspected, notes: Sequence[str]) -> Inspected:
-    """Return the inspection with a check that says what the files were read from."""
+    """Add a check to the inspection that names what the files were read from."""
     if not notes:
         return inspected
     check = {"name": CONTAINER, "status": "passed", "detail": "; ".join(notes)}

@@ -108,7 +108,7 @@ class LocalFolders:
 
 
 def _below(path: PurePosixPath, root: str) -> tuple[str, ...]:
-    """Return the path's components below `root`.
+    """Split the path below `root` into its components.
 
     Raises:
         PermissionDenied: it isn't below it.

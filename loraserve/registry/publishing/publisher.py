@@ -103,7 +103,7 @@ class Publisher:
         """Returns the base's tokenizer."""
 
     def check_name(self, name: str) -> str:
-        """Return `name` if it is a valid adapter name; call this before reading the upload.
+        """Check that `name` is a valid adapter name, and return it, before the upload is read.
 
         Raises:
             InvalidRequest
@@ -111,7 +111,7 @@ class Publisher:
         return check_adapter_name(name, self._base().id)
 
     def names_base(self, name: str) -> bool:
-        """Return whether this is a name of the resident base."""
+        """Check whether this is a name of the resident base."""
         return self._names.is_name_of(name, self._base())
 
     async def publish(
@@ -219,7 +219,7 @@ class Publisher:
         extras: ExtraFiles,
         throttle: Throttle | None = None,
     ) -> Converted[T] | None:
-        """Return PEFT's files of an upload in another container; None: it is these already.
+        """Convert an upload in another container to PEFT's files; None: it is these already.
 
         Args:
             stage, drop: as for `convert_upload`.
@@ -272,7 +272,7 @@ class Publisher:
         return with_extra_files(inspected, extras, checks)
 
     async def _preview(self, push: Push) -> Published:
-        """Return what a publish would return, without the certificate."""
+        """Predict what a publish would return, without the certificate."""
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
             await repository.has_adapter(push.name)
@@ -302,7 +302,7 @@ class Publisher:
         return Published(version, is_new=True)
 
     async def _look(self, push: Push) -> _Known:
-        """Return what the registry has before the publish.
+        """Read what the registry has before the publish.
 
         Check the quota early, so that a refused publish stores no bytes and doesn't occupy the
         engine. The check under the lock in `_record` is the one that counts.
@@ -352,7 +352,7 @@ class Publisher:
         return Stored(config_blob, weights_blob, is_uploaded=True)
 
     async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
-        """Ask for a certificate if the version is new or repaired.
+        """Request a certificate if the version is new or repaired.
 
         Return None if it has one or nothing is verified.
 
@@ -429,7 +429,7 @@ class Publisher:
                 if stored.is_uploaded and is_corrupt(version.checks):
                     await repair_version(session, repository, adapter, version, push, stored, outcome, now)
             if push.is_promoting and version.state != QUARANTINED:
-                # one that was there before; a new one's certificate was asked for
+                # one that was there before; a new one's certificate was requested
                 self._certificates.check_promotion(name, version.number, version.checks)
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()
@@ -466,7 +466,7 @@ class _Known:
 
 
 def _blobs(push: Push, config_blob: Digest, weights_blob: Digest) -> tuple[Digest, ...]:
-    """Return the blobs of the pushed files."""
+    """List the blobs of the pushed files."""
     extras = () if push.inspected.extras is None else push.inspected.extras.files
     return (config_blob, weights_blob, *(file.blob for file in extras))
 

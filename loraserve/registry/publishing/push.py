@@ -1,4 +1,4 @@
-"""One push: its files, its inspection, its blobs.
+"""Push: its files, its inspection, its blobs.
 
 It adds or repairs the row of its version.
 """
@@ -153,5 +153,5 @@ async def repair_version(
 
 
 def checks_of(inspected: Inspected, outcome: CertificateOutcome | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the checks of a version with this inspection and certificate."""
+    """Join the checks of a version with this inspection and certificate."""
     return inspected.checks if outcome is None else (*inspected.checks, outcome.as_check())

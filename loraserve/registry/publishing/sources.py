@@ -42,7 +42,7 @@ class Source(Protocol):
         ...
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
-        """Return the file's size, if the source states it, and an iterator of its bytes.
+        """Open the file: its size, if the source states it, and an iterator of its bytes.
 
         The iterator yields each piece as it arrives.
 
@@ -88,10 +88,10 @@ def parse_source(text: str) -> Source:
 
 
 def _hub_address(text: str) -> HubAddress | None:
-    """Return a whole repository of an organisation; None: the text is nothing of the hub's.
+    """Parse a whole repository of an organisation; None: the text is nothing of the hub's.
 
     Raises:
-        InvalidRequest: it is another address there. Anyone can propose what lies below refs/
+        InvalidRequest: it is another address there. Any account can propose what lies below refs/
             (refs/pr/N), so that is one.
     """
     if not is_hub(text):
@@ -182,7 +182,7 @@ class _Folder:
 
 def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes]:
     try:
-        # Encoded data could go on forever without yielding a byte.
+        # Encoded data could continue forever without yielding a byte.
         headers = {**headers, "Accept-Encoding": "identity"}
         with httpx2.Client(timeout=_TIMEOUT) as client, closing(_follow(client, url, headers, address)) as answer:
             answer.raise_for_status()
@@ -196,7 +196,7 @@ def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes
 
 
 def _follow(client: httpx2.Client, url: str, headers: dict[str, str], address: str) -> httpx2.Response:
-    """Return the answer at the end of the redirects, which lead to no private address.
+    """Follow the redirects, which lead to no private address, to the answer at their end.
 
     The source's own host may be one: the operator named it.
 
@@ -220,7 +220,7 @@ def _follow(client: httpx2.Client, url: str, headers: dict[str, str], address: s
 def _request_elsewhere(
     client: httpx2.Client, source: httpx2.URL, target: httpx2.URL, headers: dict[str, str], address: str
 ) -> httpx2.Request:
-    """Return a request to another host than the source, without the source's token.
+    """Build a request to another host than the source, without the source's token.
 
     It goes to the very address that was checked: a name that is looked up twice may have another
     one the second time.
@@ -241,7 +241,7 @@ def _request_elsewhere(
 
 
 def _public_address(target: httpx2.URL, address: str) -> str:
-    """Return the first address of a redirect's host, all of which are public."""
+    """Look up the first address of a redirect's host, all of which are public."""
     try:
         found = socket.getaddrinfo(target.host, target.port or target.scheme, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -263,7 +263,7 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 
 def _proxy_of(url: httpx2.URL) -> str | None:
-    """Return the proxy that the environment names for a URL."""
+    """Look up the proxy that the environment names for a URL."""
     if proxy_bypass(url.host):
         return None
     proxies = getproxies()

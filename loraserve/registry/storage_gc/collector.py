@@ -1,7 +1,7 @@
 """The garbage collector.
 
 It deletes blobs that nothing refers to, concurrently with everything else. It takes three steps,
-each safe beside publishing (`loraserve.registry.blob_references`) and beside another server's
+each safe during publishing (`loraserve.registry.blob_references`) and with another server's
 collector: an unreferenced blob becomes a candidate; it remains one for `LIMITS.gc_grace_s`; then it
 is locked, in a transaction that looks for references again, and deleted. Rows of deleted versions
 stay: only their bytes are deleted, after the retention.
@@ -52,7 +52,7 @@ _RENEW_S = 30.0
 # Few are locked at a time: a publish that needs one of them waits for all of them.
 _LISTED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
 _MAX_FAILURES = 3
-"""Failures that end a pass, so that an unreachable store isn't asked for every blob."""
+"""Failures that end a pass, so that an unreachable store isn't tried for every blob."""
 _FIRST_PASS_S = 60.0
 
 

@@ -5,7 +5,7 @@ with its connection while the deleting thread continues. It ends with its deleti
 collector abandoned, because it was killed or lost the database, ends after it was seen for
 `LIMITS.gc_mark_s`. By then nothing is deleted under it: no deletion begins later than `DELETING_S`
 after the lock, by both clocks of its server, and a store gives up a deletion within three minutes.
-A server's heartbeat would tell no more: a server without a connection deletes without a heartbeat.
+A server's heartbeat would show no more: a server without a connection deletes without a heartbeat.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeletionLock:
     """Deleted digests; filled by the holder."""
 
     def has_time(self, now_s: float, now: datetime) -> bool:
-        """Return whether another deletion may begin, by the monotonic clock and by the wall clock.
+        """Check whether another deletion may begin, by the monotonic clock and by the wall clock.
 
         The monotonic clock may stand still while a machine is paused and others end the lock; the
         wall clock may be set back, after which the age of the lock is unknown.

@@ -39,7 +39,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class StoreContents:
-    """Number of a store's blobs, by what this registry knows of them."""
+    """Number of a store's blobs, as this registry counts them."""
 
     num_blobs: int
     num_published: int

@@ -1,8 +1,8 @@
 """Claim of a registry on its store.
 
-A registry knows the store that it works on, and the store knows its registry. The store has a
+A registry records the store that it works on, and the store its registry. The store has a
 marker with the registry's id and the last *stamp* that the registry put there; the registry keeps
-the stamps that it made. A marker whose stamp it doesn't know is another registry's, or was put
+the stamps that it made. A marker whose stamp it doesn't have is another registry's, or was put
 there by a later state of this one, of which the database is a backup or a copy: such a store's
 blobs may be needed though no row here refers to them. A server makes a new stamp at its start and
 before each pass of the collector, so a database that went back further than that is found out. The
@@ -96,7 +96,7 @@ class StoreClaim:
         await self._task.close()
 
     async def renew(self) -> None:
-        """Return once the store is known to be this registry's and has a new stamp of it.
+        """Wait until the store is known to be this registry's and has a new stamp of it.
 
         Raises:
             StoreMismatch: it isn't known to be.
@@ -105,7 +105,7 @@ class StoreClaim:
         await self._settled(self._renew)
 
     async def look(self) -> None:
-        """Return if the store is known to be this registry's.
+        """Check that the store is known to be this registry's.
 
         A store without a marker is claimed if it can be.
 
@@ -116,7 +116,7 @@ class StoreClaim:
         await self._settled(self._verified)
 
     async def why_not(self) -> StoreMismatch | None:
-        """Return why a server wouldn't start on this store, or None if it would.
+        """Explain why a server wouldn't start on this store; None if it would.
 
         Nothing is written.
 
@@ -134,7 +134,7 @@ class StoreClaim:
         try:
             await action()
         except StoreMismatch as error:
-            # a start that is refused says it itself
+            # a start that is refused reports it itself
             if self._is_open and self.problem is not _NOT_OURS:
                 logger.error("%s", error)
             self.problem = _NOT_OURS
@@ -149,9 +149,9 @@ class StoreClaim:
             await self.look()
 
     async def adopt(self, *, actor: str, is_dry_run: bool = False) -> Adoption:
-        """Make the store this registry's, whatever its marker says.
+        """Make the store this registry's, whatever its marker is.
 
-        With `is_dry_run`, say what that would change.
+        With `is_dry_run`, report what that would change.
 
         Raises:
             DatabaseUnavailable, StorageError
@@ -175,12 +175,12 @@ class StoreClaim:
         raise self._is_contended()
 
     async def _name(self) -> str:
-        """Return this registry's id, for messages."""
+        """Read this registry's id, for messages."""
         async with self._database.read() as session:
             return await session.scalar(select(RegistryIdentity.id)) or "(a new one)"
 
     async def _verified(self) -> bytes:
-        """Return the marker, which this registry wrote.
+        """Read the marker, which this registry wrote.
 
         It is written now if the store had none and can be claimed.
 
@@ -209,7 +209,7 @@ class StoreClaim:
         raise self._is_contended()
 
     async def _read_verified(self) -> bytes | None:
-        """Return the marker, which this registry wrote.
+        """Read the marker, which this registry wrote.
 
         None: there is none, and this registry never claimed a store.
 
@@ -253,7 +253,7 @@ class StoreClaim:
         )
 
     async def _why_not(self, contents: StoreContents) -> StoreMismatch | None:
-        """Return why a store without a marker isn't claimed; None if it is.
+        """Explain why a store without a marker isn't claimed; None if it is.
 
         The registry has never claimed one.
         """
@@ -284,7 +284,7 @@ class StoreClaim:
     # --- the database ---
 
     async def _identity(self) -> str:
-        """Return this registry's id, made if it has none yet."""
+        """Read this registry's id, made if it has none yet."""
         async with self._database.read() as session:
             found = await session.scalar(select(RegistryIdentity.id))
         if found is None:
@@ -336,7 +336,7 @@ class StoreClaim:
     async def _survey(self) -> StoreContents:
         """Count what is in the store.
 
-        It is listed before the database is asked: a blob comes before its row.
+        It is listed before the database is read: a blob comes before its row.
         """
         digests = self._store.iter_digests()
         num_blobs = num_published = num_listed = 0

@@ -31,7 +31,7 @@ class StoredChunk:
 
 
 async def chunks_of(session: AsyncSession, upload_id: str) -> list[StoredChunk]:
-    """Return the upload's chunks in order."""
+    """List the upload's chunks in order."""
     query = select(UploadChunk).where(UploadChunk.upload_id == upload_id).order_by(UploadChunk.start)
     return [StoredChunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
@@ -80,7 +80,7 @@ class StoredWeights:
         self.num_bytes = num_bytes
 
     def read(self) -> memoryview:
-        """Return the bytes of the blob.
+        """Read the bytes of the blob.
 
         Raises:
             BytesLost: the blob is corrupt or gone.

@@ -131,7 +131,7 @@ class ResumableUploads:
         return result
 
     async def get(self, tenant: TenantId, upload_id: str) -> UploadRecord:
-        """Return the tenant's upload.
+        """Read the tenant's upload.
 
         Raises:
             UploadNotFound: the upload is absent, expired, or another tenant's; the text is the
@@ -141,7 +141,7 @@ class ResumableUploads:
             return _to_record(await self._row(session, tenant, upload_id))
 
     async def finish(self, tenant: TenantId, upload_id: str) -> UploadRecord:
-        """Return the upload, completed.
+        """Complete the upload if every byte has arrived; return it.
 
         It is completed now if its server ended right after the last byte arrived.
 
@@ -323,7 +323,7 @@ class ResumableUploads:
         return record
 
     async def stored(self, tenant: TenantId, sha256: str) -> StoredWeights:
-        """Return the blob of the tenant's complete upload, as weights for `Publisher.publish`.
+        """Find the blob of the tenant's complete upload, as weights for `Publisher.publish`.
 
         Raises:
             UploadNotFound: the tenant has no complete upload of this blob.

@@ -16,7 +16,7 @@ from loraserve.tenancy.limits.shares import Shares, tenant_holder
 from loraserve.types import Digest, TenantId
 
 _FORM_BYTES = 1 << 20
-"""Bytes that a body may have beside the file: a config, other small files, a form's framing."""
+"""Bytes that a body may have besides the file: a config, other small files, a form's framing."""
 _RETRY_S = 5.0
 _MAX_BEGINNING_BYTES = 8 << 20
 """Bytes that are kept until a file is judged: more than any header that is read."""
@@ -37,7 +37,7 @@ class StagingBudget:
         self._of_tenants: Counter[TenantId] = Counter()
 
     def check(self, tenant: TenantId, num_bytes: int, room_bytes: int | None) -> None:
-        """Check that an upload may begin whose body has so many bytes.
+        """Check that an upload whose body has that many bytes may begin.
 
         Raises:
             QuotaExceeded, RateLimited, Overloaded: as `take`, now instead of after the bytes.
@@ -49,7 +49,7 @@ class StagingBudget:
         """Count further bytes of an upload, until `give_back`.
 
         Args:
-            room_bytes: bytes that the tenant may store beside what it stores already; None: any.
+            room_bytes: bytes that the tenant may store in addition to what it stores; None: any.
 
         Raises:
             QuotaExceeded: all of the tenant's uploads together are more than that.
@@ -80,7 +80,7 @@ class StagingBudget:
                 hint="Delete versions, files or uploads, or ask an admin for a higher limit.",
             )
         if not self.shares.has_room(tenant_holder(tenant), num_bytes):
-            # raises the refusal that says why
+            # raises the refusal with the reason
             self.shares.take(tenant_holder(tenant), num_bytes)
 
 
@@ -97,7 +97,7 @@ class WeightsBeginning:
     after gigabytes.
 
     Args:
-        containers: formats that are read beside safetensors.
+        containers: formats that are read in addition to safetensors.
     """
 
     def __init__(self, containers: Sequence[Container] = CONTAINERS) -> None:
@@ -112,7 +112,7 @@ class WeightsBeginning:
         """Look at the next bytes.
 
         Raises:
-            AdapterFormatError: this is no file that `read_header` accepts, however it goes on.
+            AdapterFormatError: this is no file that `read_header` accepts, however it continues.
         """
         self._num_bytes += len(data)
         if self._total is None:
@@ -168,7 +168,7 @@ class JudgedWeights:
     """Writer of an adapter's weights that are judged by their beginning.
 
     Args:
-        containers: formats that are read beside safetensors.
+        containers: formats that are read in addition to safetensors.
     """
 
     def __init__(self, target: Written, containers: Sequence[Container] = CONTAINERS) -> None:

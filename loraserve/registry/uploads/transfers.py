@@ -34,7 +34,7 @@ class Uploads:
         self._database, self._store, self._clock = database, store, clock
         self.throttle = throttle
         self.containers: tuple[Container, ...] = CONTAINERS
-        """Formats of adapters that are read beside PEFT's safetensors."""
+        """Formats of adapters that are read in addition to PEFT's safetensors."""
         self._staging = StagingBudget()
         self._slots = ConcurrencyLimiter(
             "uploads",
@@ -52,7 +52,7 @@ class Uploads:
         self.resumable = ResumableUploads(database, store, self._slots, clock=clock, throttle=throttle)
 
     def shares(self) -> tuple[Shares, ...]:
-        """Return the shares of the upload and download slots, for metrics."""
+        """List the shares of the upload and download slots, for metrics."""
         return self._slots.shares, self.downloads.shares, self._staging.shares
 
     async def stage(

@@ -90,7 +90,7 @@ class OrphanedJournal:
     fd: int
 
     def entries(self) -> list[Entry]:
-        """Return the complete entries in order."""
+        """Read the complete entries in order."""
         return list(_read_entries(self.fd))
 
     def remove(self) -> None:

@@ -115,7 +115,7 @@ class UsageSource(Protocol):
 class CollectedUsage:
     """Usage of one request, held back until what it is for is durable.
 
-    Who collects it bills it in the same transaction (`usage_hours.bill`), or drops it.
+    The caller bills it in the same transaction (`usage_hours.bill`), or drops it.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ async def count(
     One transaction does both.
 
     Returns:
-        Tenants that this database doesn't know. Their usage isn't added.
+        Tenants that this database doesn't have. Their usage isn't added.
     """
     unknown_tenants = await _unknown_tenants(session, {key.tenant for key in totals})
     # sorted, so that two replicas don't deadlock

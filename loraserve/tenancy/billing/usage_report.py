@@ -124,7 +124,7 @@ class UsageReports:
             logger.warning("a report of usage lacks what isn't stored yet: %s", error)
 
     async def page(self, query: UsageQuery, *, limit: int = 50, cursor: str | None = None) -> Page[UsageSum]:
-        """Return a page of sums by group.
+        """Sum a page of usage by group.
 
         A group with several currencies has a sum for each, on the same page.
 
@@ -137,7 +137,7 @@ class UsageReports:
         return await self._page(query, limit, position)
 
     async def all(self, query: UsageQuery) -> list[UsageSum]:
-        """Return all sums.
+        """Sum all usage by group.
 
         Raises:
             InvalidRequest: there are more than `LIMITS.max_usage_rows`.
@@ -188,7 +188,7 @@ async def _rows(
 
 
 def _columns(group_by: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of the groups; an adapter has two, its owner and its name."""
+    """List the columns of the groups; an adapter has two, its owner and its name."""
     return tuple(column for name in group_by for column in (("owner", "adapter") if name == "adapter" else (name,)))
 
 
@@ -235,7 +235,7 @@ def _is_adapter(session: AsyncSession, name: str) -> ColumnElement[bool]:
 
 
 async def _tenant_names(session: AsyncSession, rows: Sequence[Row[Any]], columns: Sequence[str]) -> dict[str, str]:
-    """Return the names of the tenants and owners in the rows, deleted ones included."""
+    """Look up the names of the tenants and owners in the rows, deleted ones included."""
     places = [place for place, name in enumerate(columns) if name in ("tenant", "owner")]
     ids = sorted({row[place] for row in rows for place in places} - {""})
     names: dict[str, str] = {}
@@ -286,7 +286,7 @@ def _write_cursor(position: Sequence[str | int]) -> str:
 
 
 def _read_cursor(cursor: str | None, query: UsageQuery) -> tuple[str | int, ...] | None:
-    """Return the group that the cursor names; None without one.
+    """Decode the group that the cursor names; None without one.
 
     Raises:
         InvalidRequest: the cursor isn't one of ours for these groups.
@@ -312,5 +312,5 @@ def _read_cursor(cursor: str | None, query: UsageQuery) -> tuple[str | int, ...]
 
 
 def _can_be(part: str | int) -> bool:
-    """Return whether a database accepts this part of a position."""
+    """Check whether a database accepts this part of a position."""
     return part.isprintable() if isinstance(part, str) else 0 <= part < 1 << 31

@@ -97,7 +97,7 @@ class AdminKeys:
         return made
 
     async def list(self, *, limit: int = 50, cursor: str | None = None) -> Page[KeyRecord]:
-        """Return a page of the keys in order of creation, revoked ones included."""
+        """List a page of the keys in order of creation, revoked ones included."""
         after = decode_cursor(cursor)
         query = select(ApiKey).where(ApiKey.tenant_id.is_(None)).order_by(ApiKey.id).limit(check_limit(limit) + 1)
         if after is not None:

@@ -226,7 +226,7 @@ class Authenticator:
         return key.secret
 
     async def authenticate(self, secret: str, *, holder: str | None = None) -> Caller:
-        """Return the caller with this secret.
+        """Find the caller with this secret.
 
         Args:
             holder: address of the client; look-ups of unknown secrets are limited per holder.
@@ -252,7 +252,7 @@ class Authenticator:
         return known.caller if role is None else await self._as_default(known.caller.key_id, role)
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
-        """Return the caller acting for the tenant that the request names.
+        """Let the caller act for the tenant that the request names.
 
         The header ``X-Tenant`` or the path ``/t/{tenant}`` names it.
 
@@ -270,12 +270,12 @@ class Authenticator:
         return replace(caller, tenant=tenant.id, tenant_name=tenant_name, has_named_tenant=True, policy=tenant.policy)
 
     async def in_background(self, tenant: TenantId, key_id: str) -> Caller:
-        """Return the tenant as the caller of requests that it left to the server, without a key.
+        """Build the caller of requests that the tenant left to the server, without a key.
 
-        They are made in its name after the key is revoked too.
+        They are sent in its name after the key is revoked too.
 
         Args:
-            key_id: key that asked for them.
+            key_id: key that requested them.
 
         Raises:
             TenantNotFound: the tenant is deleted.
@@ -286,7 +286,7 @@ class Authenticator:
         return Caller(tenant, found.name, key_id, scopes, policy=found.policy, is_background=True)
 
     async def _as_default(self, key_id: str, role: str) -> Caller:
-        """Return an operator that named no tenant."""
+        """Build the caller of an operator that named no tenant."""
         caller = self._operator(key_id, role)
         try:
             known = await self._admins.get(DEFAULT_TENANT, lambda: self._find_tenant(DEFAULT_TENANT))
@@ -312,7 +312,7 @@ class Authenticator:
             raise _bad_key()
         key, tenant = found
         if key.tenant_id is None:
-            # a role that only a newer program knows opens nothing
+            # a role that only a newer program has opens nothing
             if key.role is None or key.role not in ROLES:
                 raise _bad_key()
             caller = self._operator(key.id, key.role)
@@ -355,7 +355,7 @@ def _bad_key() -> AuthenticationError:
 
 
 async def _read_or_make_pepper(session: AsyncSession, now: datetime) -> bytes:
-    """Return the pepper that all processes on this database share, after creating it if absent."""
+    """Read the pepper that all processes on this database share, after creating it if absent."""
     row = {"name": PEPPER, "value": secrets.token_bytes(32), "created_at": now}
     await upsert(session, ServerSecret, [row])
     return (await session.scalars(select(ServerSecret.value).where(ServerSecret.name == PEPPER))).one()

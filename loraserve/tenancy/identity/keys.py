@@ -37,7 +37,7 @@ SHOWN_LENGTH = len(PREFIX) + 4
 
 TENANT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
 METRICS_SCOPE = "metrics:read"
-"""Metrics tell of all tenants: a key with this scope is an operator's, of whichever tenant,
+"""Metrics show all tenants: a key with this scope is an operator's, of whichever tenant,
 and opens nothing else.
 """
 OPERATOR_READ = "operator:read"
@@ -80,7 +80,7 @@ def make_secret(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> s
 
 
 def is_well_formed(secret: str) -> bool:
-    """Return whether `secret` has the format of `make_secret`."""
+    """Check whether `secret` has the format of `make_secret`."""
     body, checksum = secret[len(PREFIX) : -CHECKSUM_LENGTH], secret[-CHECKSUM_LENGTH:]
     return (
         secret.startswith(PREFIX)
@@ -107,7 +107,7 @@ def _checksum(body: str) -> str:
 
 
 def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
-    """Return the scopes sorted and without duplicates.
+    """Check the scopes; return them sorted and without duplicates.
 
     Raises:
         InvalidRequest: there are none, a tenant's key can't have one, or `METRICS_SCOPE` isn't
@@ -125,7 +125,7 @@ def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_expiry(expires_at: datetime, now: datetime) -> datetime:
-    """Return `expires_at` in UTC.
+    """Check `expires_at`; return it in UTC.
 
     Raises:
         InvalidRequest: the time is in the past, or after the year 9999.
@@ -178,7 +178,7 @@ def insert_key(
 
 
 def is_usable(now: datetime) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-    """Return conditions that select the `ApiKey` rows that are valid now."""
+    """Build conditions that select the `ApiKey` rows that are valid now."""
     return (ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
 
 
@@ -253,7 +253,7 @@ class Keys:
         return made
 
     async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[KeyRecord]:
-        """Return a page of the tenant's keys in order of creation, revoked ones included."""
+        """List a page of the tenant's keys in order of creation, revoked ones included."""
         after = decode_cursor(cursor)
         query = select(ApiKey).where(ApiKey.tenant_id == tenant).order_by(ApiKey.id).limit(check_limit(limit) + 1)
         if after is not None:

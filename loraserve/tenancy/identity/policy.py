@@ -29,7 +29,7 @@ class TenantLimits:
     """Share of the memory for KV blocks and adapters, above 0 up to 1."""
     max_cached_bytes: int | None = None
     """Bytes of its answers that the result cache may keep. None: nothing either: keeping them is
-    for tenants that want it.
+    for tenants that need it.
     """
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class TenantLimits:
 
     @classmethod
     def of_row(cls, value: Mapping[str, Any]) -> TenantLimits:
-        """Parse the limits of a row, ignoring those that only a newer program knows."""
+        """Parse the limits of a row, ignoring those that only a newer program has."""
         return cls(**{name: value[name] for name in LIMIT_NAMES if name in value})
 
 
@@ -71,7 +71,7 @@ NO_POLICY = TenantPolicy()
 
 
 def read_weight(value: float) -> float:
-    """Return `value` if it is a valid weight.
+    """Check that `value` is a valid weight, and return it.
 
     Raises:
         InvalidRequest: the weight is out of bounds.
@@ -83,5 +83,5 @@ def read_weight(value: float) -> float:
 
 
 def policy_of_row(limits: Mapping[str, Any], weight: float, prices: Mapping[str, Any]) -> TenantPolicy:
-    """Return the policy in a tenant's row."""
+    """Read the policy in a tenant's row."""
     return TenantPolicy(TenantLimits.of_row(limits), weight, read_prices(prices))

@@ -51,7 +51,7 @@ class TenantChange:
     """Complete price table (`read_prices`); an empty one removes all prices."""
 
     def apply(self, policy: TenantPolicy) -> TenantPolicy:
-        """Return `policy` after the change.
+        """Apply the change to `policy`.
 
         Raises:
             InvalidRequest: a value is invalid; `param` names it.
@@ -68,7 +68,7 @@ _IS_PLACEHOLDER = Tenant.deleted_at == Tenant.created_at
 
 
 def tenant_not_found() -> TenantNotFound:
-    """Return the same error for absent, deleted and other tenants."""
+    """Build the same error for absent, deleted and other tenants."""
     return TenantNotFound("There is no such tenant.", hint="See: loraserve tenant list")
 
 
@@ -95,7 +95,7 @@ def _columns(policy: TenantPolicy) -> dict[str, Any]:
 
 
 async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
-    """Return the live tenant's row, or a placeholder for this name.
+    """Find the live tenant's row, or a placeholder for this name.
 
     Owners mustn't learn which it is.
 
@@ -138,7 +138,7 @@ async def _lock_name(session: AsyncSession, name: str) -> None:
 
 
 async def find_tenant(session: AsyncSession, name: str, *, is_locking: bool = False) -> Tenant:
-    """Return the live tenant's row.
+    """Find the live tenant's row.
 
     Raises:
         TenantNotFound: there is none of this name.
@@ -215,7 +215,7 @@ class Tenants:
         return made
 
     async def get(self, name: str) -> TenantRecord:
-        """Return the live tenant of this name.
+        """Read the live tenant of this name.
 
         Raises:
             TenantNotFound: there is none.
@@ -224,7 +224,7 @@ class Tenants:
             return _to_record(await find_tenant(session, name))
 
     async def list(self, *, limit: int = 50, cursor: str | None = None) -> Page[TenantRecord]:
-        """Return a page of the live tenants by name."""
+        """List a page of the live tenants by name."""
         after = decode_cursor(cursor)
         query = select(Tenant).where(Tenant.deleted_at.is_(None)).order_by(Tenant.name).limit(check_limit(limit) + 1)
         if after is not None:
@@ -234,7 +234,7 @@ class Tenants:
         return make_page(rows, limit, lambda row: row.name, _to_record)
 
     async def names(self, ids: set[TenantId]) -> dict[TenantId, str]:
-        """Return the names of these tenants, deleted ones included."""
+        """Look up the names of these tenants, deleted ones included."""
         async with self._database.read() as session:
             rows = (await session.execute(select(Tenant.id, Tenant.name).where(Tenant.id.in_(ids)))).all()
         return {TenantId(ident): name for ident, name in rows}

@@ -60,7 +60,7 @@ class LeakyBucket:
         return self.used
 
     def wait_s(self, amount: float, per_minute: float, now: float) -> float:
-        """Return the seconds until `amount` passes if nothing else is used.
+        """Compute the seconds until `amount` passes if nothing else is used.
 
         They are infinite if it never does.
         """
@@ -74,12 +74,12 @@ class LeakyBucket:
         self.used = max(0.0, self.drain(per_minute, now) + amount)
 
     def remaining(self, per_minute: float, now: float) -> int:
-        """Return the whole amount that passes now."""
+        """Compute the whole amount that passes now."""
         # tolerate rounding errors just below a whole number
         return max(0, math.floor(per_minute - self.drain(per_minute, now) + 1e-9))
 
     def reset_s(self, per_minute: float, now: float) -> float:
-        """Return the seconds until the bucket is empty."""
+        """Compute the seconds until the bucket is empty."""
         return self.drain(per_minute, now) * MINUTE_S / per_minute if per_minute > 0 else MINUTE_S
 
 
@@ -108,14 +108,14 @@ class _TenantUsage:
     """Moving average of its requests' durations in seconds; None if none has ended."""
 
     def is_idle(self, limits: TenantLimits, share: float, now: float) -> bool:
-        """Return whether it can be forgotten without loss."""
+        """Check whether it can be forgotten without loss."""
         if self.num_running or self.num_in_background or not self._forget_idle_keys(now):
             return False
         rates = ((self.requests, limits.requests_per_minute), (self.tokens, limits.tokens_per_minute))
         return not any(limit is not None and bucket.drain(limit * share, now) for bucket, limit in rates)
 
     def _forget_idle_keys(self, now: float) -> bool:
-        """Return whether there are no management requests left to remember."""
+        """Forget idle keys; return whether no management requests are left to remember."""
         for key in [key for key, bucket in self.management.items() if now - bucket.at > MINUTE_S]:
             del self.management[key]
         return not self.management
@@ -126,10 +126,10 @@ class Admissions:
 
     Each of several servers grants its part of a limit on concurrent requests, and at least one. Of
     rates it grants its part at once, and the parts of servers on which the tenant is idle from the
-    first heartbeat on that told the others of the tenant's requests here. A server that begins to
-    be used starts with what is used elsewhere. So a burst gets no more than the rate on all servers
-    together, and at most one other part of each server on which it begins before that server heard
-    of what others lent.
+    first heartbeat on that notified the others of the tenant's requests here. A server that begins
+    to be used starts with what is used elsewhere. So a burst gets no more than the rate on all
+    servers together, and at most one other part of each server on which it begins before that
+    server heard of what others lent.
 
     Args:
         num_servers: returns the present number of servers, this one included.
@@ -212,7 +212,7 @@ class Admissions:
             bucket.take(1, key_rate, now)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """Return the tenant's rate limit headers as OpenAI's API defines them.
+        """Build the tenant's rate limit headers as OpenAI's API defines them.
 
         They are for limited rates only. ``limit`` is this server's part of the tenant's limit,
         ``remaining`` the amount that passes here now, and ``reset`` the time until the part is
@@ -242,7 +242,7 @@ class Admissions:
         return 1 / self.num_servers
 
     def uses(self) -> dict[TenantId, RateUse]:
-        """Return the parts of their rates that tenants have used here lately."""
+        """Compute the parts of their rates that tenants have used here lately."""
         now = self._clock()
         found = [
             (standing.last_used_at, tenant, limits, standing)
@@ -261,7 +261,7 @@ class Admissions:
         return uses
 
     def _share_of(self, tenant: TenantId) -> float:
-        """Return the part of the tenant's rates that this server grants now."""
+        """Compute the part of the tenant's rates that this server grants now."""
         entry = self._usages.get(tenant)
         if self._uses_elsewhere is None or entry is None or entry[0].began_at >= self._told_at():
             return self.share
@@ -290,19 +290,18 @@ class Admissions:
         return max(1, self._count_servers())
 
     def part_of(self, limit: int | None) -> int | None:
-        """Return this server's part of a limit on indivisible things.
+        """Compute this server's part of a limit on indivisible things.
 
         It is at least one, unless the limit is 0.
         """
         return limit and max(1, math.floor(limit * self.share + 1e-9))
 
     def num_running(self, tenant: TenantId) -> int:
-        """Return the number of the tenant's requests that aren't released."""
+        """Count the tenant's requests that aren't released."""
         entry = self._usages.get(tenant)
         return 0 if entry is None else entry[0].num_running
 
     def __len__(self) -> int:
-        """Return the number of tenants with stored usage."""
         return len(self._usages)
 
     def _check_concurrency(self, standing: _TenantUsage, limit: int | None) -> None:
@@ -328,7 +327,7 @@ class Admissions:
         return error
 
     def _newest_limits(self, caller: Caller) -> TenantLimits:
-        """Return the limits of the tenant's latest request.
+        """Look up the limits of the tenant's latest request.
 
         Those of a long request may be outdated.
         """
@@ -365,7 +364,7 @@ class Admissions:
             standing.tokens.take(num_tokens, limit * self._share_of(caller.tenant), self._clock())
 
     def _uncount(self, caller: Caller, standing: _TenantUsage) -> None:
-        """Return a request that was counted."""
+        """Take a counted request back from the tenant's rate."""
         limit = self._newest_limits(caller).requests_per_minute
         if limit is not None:
             standing.requests.take(-1, limit * self._share_of(caller.tenant), self._clock())
@@ -428,7 +427,7 @@ class Admitted:
         self._num_prompt_tokens += num_prompt_tokens
 
     def count(self, num_new_tokens: int) -> None:
-        """Count the computed prompts and so many new tokens.
+        """Count the computed prompts and that many new tokens.
 
         Tokens beyond those reserved are charged at once.
         """
@@ -440,7 +439,7 @@ class Admitted:
         self.admissions._charge(self.caller, self._standing, max(self._num_reserved, self._num_used) - before)
 
     def uncount(self) -> None:
-        """Return the request, which the server can't serve, to its tenant's rate; idempotent."""
+        """Give the request, which the server can't serve, back to its tenant's rate; idempotent."""
         if not self._is_uncounted:
             self._is_uncounted = True
             self.admissions._uncount(self.caller, self._standing)

@@ -27,18 +27,18 @@ class Pauses:
         self._pauses: dict[str, _Pause] = {}
 
     def begin(self, tenant: str) -> None:
-        """Pause the tenant, or let its pause begin anew."""
+        """Pause the tenant, or let its pause begin again."""
         ends_at_s = self._clock() + self._max_s
         self._pauses.setdefault(tenant, _Pause(ends_at_s)).ends_at_s = ends_at_s
 
     def end(self, tenant: str) -> None:
-        """Let the tenant's requests go on; no-op if it isn't paused."""
+        """Let the tenant's requests continue; no-op if it isn't paused."""
         pause = self._pauses.pop(tenant, None)
         if pause is not None:
             pause.ended.set()
 
     def is_paused(self, tenant: str) -> bool:
-        """Return whether the tenant's new requests wait."""
+        """Check whether the tenant's new requests wait."""
         return self._seconds_left(tenant) > 0
 
     @property
@@ -47,7 +47,7 @@ class Pauses:
         return sum(self.is_paused(tenant) for tenant in tuple(self._pauses))
 
     async def wait(self, tenant: str) -> None:
-        """Return once the tenant isn't paused."""
+        """Wait until the tenant isn't paused."""
         while (left_s := self._seconds_left(tenant)) > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._pauses[tenant].ended.wait(), left_s)

@@ -88,7 +88,7 @@ class TenantProcesses:
         try:
             await process.start(START_S)
         except WorkerStartFailed:
-            # the next question tries again, and says so
+            # the next question tries again, and reports it
             logger.warning("a process that ended couldn't be started again")
         finally:
             self._give_back(tenant, process)

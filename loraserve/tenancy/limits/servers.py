@@ -52,9 +52,9 @@ class Servers:
         self.id = str(ULID())
         self.uses = uses
         self.told_at = -math.inf
-        """Time of the last heartbeat: the others know what was used here before it."""
+        """Time of the last heartbeat: the others have what was used here before it."""
         self._rates: dict[str, dict[str, list[float]]] = {}
-        """What tenants use on the other servers, by their ids, as of the last look."""
+        """Usage of tenants on the other servers, by their ids, as of the last look."""
         self.num_live = 1
         """Number of live servers, this one included."""
         self._database = database
@@ -79,7 +79,7 @@ class Servers:
         )
 
     def uses_elsewhere(self, tenant: TenantId) -> list[RateUse]:
-        """Return what the tenant has lately used of its rates on each other live server."""
+        """List what the tenant has lately used of its rates on each other live server."""
         rates = (self._rates.get(ident, {}).get(tenant) for ident in self._live)
         return [RateUse(*use) for use in rates if use is not None]
 

@@ -34,7 +34,7 @@ so that a tenant that fills its share doesn't lock them out.
 _RETRY_S = 1.0
 _IPV6_SITE_BITS = 64
 _KEY_SHARE = 3
-"""Most that one key may have, as a multiple of what its tenant may have beside it: of a tenant's
+"""Maximum that one key may have, as a multiple of what its tenant may have besides: of a tenant's
 share, a single key gets six sevenths.
 """
 
@@ -42,7 +42,7 @@ share, a single key gets six sevenths.
 class Shares:
     """Capacity of one kind, of which a holder may have as much as is free.
 
-    A single holder gets half of it, a second one at least a third, and beside n greedy holders the
+    A single holder gets half of it, a second one at least a third, and with n greedy holders the
     next one still finds 1 / (n + 1). A tenant's keys divide its share in the same manner. Nothing
     is reserved, and holders needn't be known beforehand.
 
@@ -50,7 +50,7 @@ class Shares:
         name: name in metrics.
         what: name of the held things in messages, in the plural.
         capacity: total amount.
-        max_per_holder: maximum for one holder, beside its share.
+        max_per_holder: maximum for one holder, whatever `share_of_free` allows.
         share_of_free: multiple of the free amount that a holder may have.
 
     Source: dynamic thresholds of switches' shared buffers (Choudhury and Hahne, IEEE/ACM ToN 1998).
@@ -81,16 +81,16 @@ class Shares:
         self._held_by_key: Counter[Holder] = Counter()
 
     def held(self, holder: Holder) -> int:
-        """Return what the holder has, with all of its keys."""
+        """Look up what the holder has, with all of its keys."""
         return self._held.get(holder.name, 0)
 
     def has_room(self, holder: Holder, amount: int = 1) -> bool:
-        """Return whether the holder, and its key, may take so much more."""
+        """Check whether the holder, and its key, may take that much more."""
         room = self._room(holder)
         return amount <= room and self._key_has_room(holder, amount, room)
 
     def _room(self, holder: Holder) -> float:
-        """Return how much more the holder may have."""
+        """Compute how much more the holder may have."""
         limit = min(self._max_per_holder, self._share_of_free * (self.capacity - self.total))
         return limit - self.held(holder)
 
@@ -98,7 +98,7 @@ class Shares:
         return not holder.key or self._held_by_key.get(holder, 0) + amount <= _KEY_SHARE * room
 
     def take(self, holder: Holder, amount: int = 1) -> None:
-        """Give the holder so much more, until `give_back`.
+        """Reserve `amount` for the holder until `give_back`.
 
         Raises:
             RateLimited: it would have more than its share.
@@ -319,7 +319,7 @@ def tenant_holder(tenant: TenantId, key_id: str | None = None) -> Holder:
 
 
 def address_holder(host: str) -> Holder:
-    """Return the holder of a client's address.
+    """Choose the holder of a client's address.
 
     Of an IPv6 address, it is the half that the client can't choose.
     """

@@ -59,7 +59,7 @@ class TenantTurns:
         return self._running.total() < self._num_places and num_own < max(1, self._num_places - 1)
 
     def _start_next(self) -> None:
-        """Give free places to those who wait, tenant by tenant in turn."""
+        """Give free places to the waiting holders, tenant by tenant in turn."""
         while True:
             tenant = next((tenant for tenant in self._waiting if self._may_run(tenant)), None)
             if tenant is None:

@@ -13,7 +13,7 @@ _MAX_DEPTH = 16
 
 
 def has_exclusive_alternatives(root: Node) -> bool:
-    """Return whether no value can match two alternatives of any ``oneOf``, as far as is plain.
+    """Check whether no value can match two alternatives of any ``oneOf``, as far as is plain.
 
     ``oneOf`` then means the same as ``anyOf``, which a grammar can enforce.
     """
@@ -26,7 +26,7 @@ def has_exclusive_alternatives(root: Node) -> bool:
 
 
 def _exclude(first: Any, second: Any, root: Node, depth: int = 0) -> bool:
-    """Return whether plainly no value matches both schemas.
+    """Check whether plainly no value matches both schemas.
 
     A value has to match all keywords of a schema, so one pair of keywords is enough.
     """
@@ -51,7 +51,7 @@ def _exclude(first: Any, second: Any, root: Node, depth: int = 0) -> bool:
 
 
 def _is_excluded(schema: Node, other: Node, root: Node, depth: int) -> bool:
-    """Return whether what the schema refers to, or is made of, excludes the other one."""
+    """Check whether what the schema refers to, or is made of, excludes the other one."""
     path = path_of(schema.get("$ref"), root)
     if path is not None and _exclude(at(root, path), other, root, depth):
         return True
@@ -64,13 +64,13 @@ def _is_excluded(schema: Node, other: Node, root: Node, depth: int) -> bool:
 
 
 def _values(schema: Node) -> set[Hashable] | None:
-    """Return the values that the schema lists, to compare; None if it lists none."""
+    """Collect the values that the schema lists, to compare; None if it lists none."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return set(map(_comparable, listed)) if isinstance(listed, list) else None
 
 
 def _comparable(value: Any) -> tuple[str, Hashable]:
-    """Return the value's type and the value: 1 and 1.0 are equal, 1 and true aren't."""
+    """Tag the value with its type, to compare: 1 and 1.0 are equal, 1 and true aren't."""
     if isinstance(value, dict):
         return "object", frozenset((name, _comparable(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -81,7 +81,7 @@ def _comparable(value: Any) -> tuple[str, Hashable]:
 
 
 def _types(schema: Node) -> set[str] | None:
-    """Return the types that a value may have; None if the schema doesn't say."""
+    """Collect the types that a value may have; None if the schema leaves them open."""
     types = schema.get("type")
     if isinstance(types, str):
         types = [types]

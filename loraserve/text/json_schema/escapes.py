@@ -16,11 +16,11 @@ _ALL_ESCAPES = f"{SHORT_ESCAPES}u"
 _CODED = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _NEEDS_CODE = re.compile(f"[{_CODED}]")
 _MAY_NEED_CODE = re.compile(rf"[{_CODED}]|\\[xuUpPcav0]|cntrl")
-"""Patterns that may ask for a character which can only be written as a code."""
+"""Patterns that may require a character which can only be written as a code."""
 
 
 def allowed_escapes(root: Node, param: str, *, is_lenient: bool = False) -> str:
-    r"""Return the escapes that a schema's answers may have, as llguidance takes them.
+    r"""Choose the escapes that a schema's answers may have, as llguidance takes them.
 
     With ``\u`` an object that takes other properties than those that are listed would take a listed
     one too, in another spelling, with any value. So only a schema that has no such object may have
@@ -79,7 +79,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _is_empty_without_codes(pattern: str) -> bool:
-    """Return whether each text of a pattern has a character that can only be written as a code."""
+    """Check whether each text of a pattern has a character that can only be written as a code."""
     from llguidance import LLMatcher
 
     schema = {"type": "string", "pattern": pattern, "allOf": [{"pattern": f"^[^{_CODED}]*$"}]}

@@ -40,14 +40,14 @@ def subschemas(root: object, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 
 def place(param: str, path: Path) -> str:
-    """Return the dotted path of a part of the schema. Names that aren't plain words are stars."""
+    """Format the dotted path of a part of the schema. Names that aren't plain words are stars."""
     parts = [str(part) if _PLAIN.fullmatch(str(part)) else "*" for part in path]
     dotted = ".".join([param, *parts])
     return dotted if len(dotted) <= _MAX_PARAM else f"{dotted[:_MAX_PARAM]}…"
 
 
 def find_fault(schema: Node, is_compilable: Callable[[Node], bool]) -> Path:
-    """Return the path of the innermost part that can't be compiled even by itself.
+    """Find the path of the innermost part that can't be compiled even by itself.
 
     Args:
         schema: as `prepare` made it; it can't be compiled.
@@ -74,7 +74,7 @@ def find_fault(schema: Node, is_compilable: Callable[[Node], bool]) -> Path:
 
 
 def _is_child(path: Path, parent: Path) -> bool:
-    """Return whether no other schema lies between the two."""
+    """Check whether no other schema lies between the two."""
     rest = path[len(parent) :]
     return len(rest) == 1 or (len(rest) == 2 and (rest[0] in _MAPS or rest[0] in _LISTS))
 
@@ -86,7 +86,7 @@ def at(schema: Any, path: Path) -> Any:
 
 
 def path_of(reference: object, root: Node) -> Path | None:
-    """Return the path of the object that a reference leads to; None if there is none here."""
+    """Find the path of the object that a reference leads to; None if there is none here."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     path = tuple(part.replace("~1", "/").replace("~0", "~") for part in reference[2:].split("/"))

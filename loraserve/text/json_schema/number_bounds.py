@@ -19,12 +19,12 @@ FRACTION_DIGITS = 9
 
 _UNIT = Decimal(1).scaleb(-FRACTION_DIGITS)
 _MERGES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-"""Keywords beside which a bound may meet another part's."""
+"""Keywords with which a bound may meet another part's."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def move_exclusive_bounds(root: Node, param: str) -> None:
-    """Replace exclusive bounds that llguidance lets through by inclusive ones beside them.
+    """Replace exclusive bounds that llguidance lets through by inclusive ones next to them.
 
     Such a bound is a whole number, and the other one less than 1 away: ``0 < x <= 0.5`` lets 0
     through. The new bound is one `FRACTION_DIGITS` behind the point from the old one, or nearer in
@@ -101,7 +101,7 @@ def bound_digits(root: Node) -> None:
 
 
 def _is_moderate(node: Mapping[str, Any]) -> bool:
-    """Return whether the bounded numbers include all that a schema names."""
+    """Check whether the bounded numbers include all that a schema names."""
     listed = node.get("enum")
     named = [node.get("const"), *(listed if isinstance(listed, list) else ()), *(node.get(key) for key in _BOUNDS)]
     return all(_has_few_digits(number) for number in map(_decimal, named) if number is not None)
@@ -113,7 +113,7 @@ def _has_few_digits(number: Decimal) -> bool:
 
 
 def _decimal(value: object) -> Decimal | None:
-    """Return a JSON number as it is written; None if it is none, or isn't finite."""
+    """Parse a JSON number as it is written; None if it is none, or isn't finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     number = Decimal(str(value))

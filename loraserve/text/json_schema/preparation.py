@@ -27,7 +27,7 @@ _UNENFORCED: Mapping[str, tuple[object, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
-"""Keywords that a grammar can't enforce, and their values that ask for nothing."""
+"""Keywords that a grammar can't enforce, and their values that have no effect."""
 
 _FORMATS = LLGUIDANCE_FORMATS | PATTERNS.keys()
 _UNENFORCED_FORMATS = frozenset(
@@ -36,7 +36,7 @@ _UNENFORCED_FORMATS = frozenset(
         *("json-pointer", "relative-json-pointer", "regex"),
     }
 )
-"""Formats that JSON Schema knows and no grammar here does. Others say nothing about an answer."""
+"""Formats of JSON Schema that no grammar here has. Others don't restrict an answer."""
 
 _NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 """Look-around and back-references, which pydantic writes for a Decimal. No grammar has them."""
@@ -45,12 +45,12 @@ _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength"
 
 
 def prepare(schema: object, param: str, *, is_lenient: bool = False, has_no_more_properties: bool = False) -> Node:
-    """Return the schema as llguidance takes it.
+    """Prepare the schema for llguidance.
 
     Args:
         param: the field that it came in.
         is_lenient: leave out what can't be enforced.
-        has_no_more_properties: objects have the properties that are listed, where they don't say
+        has_no_more_properties: objects have the properties that are listed, where they don't set it
             otherwise.
 
     Raises:
@@ -109,7 +109,7 @@ def _check_references(node: Node, path: Path, param: str) -> None:
 
 
 def _leave_out(node: Node, path: Path, param: str, *, is_lenient: bool) -> None:
-    """Remove what asks for nothing, and with `is_lenient` what can't be enforced."""
+    """Remove what has no effect, and with `is_lenient` what can't be enforced."""
     for key, neutral in _UNENFORCED.items():
         if key not in node:
             continue
@@ -118,7 +118,7 @@ def _leave_out(node: Node, path: Path, param: str, *, is_lenient: bool) -> None:
             raise UnsupportedParameter(f"{where}: {key} can't be enforced.", param=where, hint=_LENIENT_HINT)
         del node[key]
     if "if" not in node:
-        # they say nothing without it
+        # they have no effect without it
         node.pop("then", None)
         node.pop("else", None)
     name = node.get("format")

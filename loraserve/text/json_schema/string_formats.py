@@ -45,7 +45,7 @@ LLGUIDANCE_FORMATS = frozenset({"ipv4", "ipv6", "uuid", "uri"})
 def write_out_format(node: Node) -> None:
     """Replace a node's format, if it is one of `PATTERNS`, by its pattern and length.
 
-    A pattern and a length of the node's own hold beside it.
+    A pattern and a length of the node's own hold as well.
     """
     name = node.get("format")
     if not isinstance(name, str) or name not in PATTERNS:

@@ -68,10 +68,10 @@ class LarkRules:
         return name
 
     def json(self, name: str, schema: Mapping[str, Any], param: str) -> str:
-        """Return the symbol of JSON of this schema.
+        """Add a rule for JSON of this schema; return its symbol.
 
         Args:
-            name: of a grammar beside the rules.
+            name: of a grammar next to the rules.
             param: the field that the schema came in.
 
         Raises:
@@ -89,7 +89,7 @@ class LarkRules:
         return f"@{name}"
 
     def marker(self, text: str) -> str:
-        """Return the symbol of a marker: an added token by its id, other text as it is.
+        """Choose the symbol of a marker: an added token by its id, other text as it is.
 
         llguidance takes some added tokens for special ones, which no text matches, though the
         tokenizer doesn't.
@@ -115,7 +115,7 @@ class LarkRules:
         return self.add(f"{name}[lazy]", text).removesuffix("[lazy]")
 
     def text(self) -> str:
-        """Return the grammar."""
+        """Write the grammar."""
         return "\n".join(self.rules)
 
 
@@ -145,11 +145,11 @@ class ToolFormat(ABC):
     @staticmethod
     @abstractmethod
     def is_of(template: str) -> bool:
-        """Return whether a chat template uses this format."""
+        """Check whether a chat template uses this format."""
 
     @abstractmethod
     def parser(self, tools: Sequence[Tool], hidden: Collection[str] = ()) -> ToolParser:
-        """Return a parser of one answer."""
+        """Build a parser of one answer."""
 
     @abstractmethod
     def add_calls(self, rules: LarkRules, tools: Sequence[Tool], *, is_parallel: bool, start: str | None = None) -> str:
@@ -169,27 +169,27 @@ class ToolFormat(ABC):
         return rules.add("free", f"{rules.text_without('FREE', *self.starts)} | {calls} /\\s*/")
 
     def distinct_start(self, rules: LarkRules) -> str | None:
-        """Return the symbol of a marker that tells a call from other answers, if there is one."""
+        """Find the symbol of a marker that only calls have, if there is one."""
         if self.start is not None:
             return rules.marker(self.start)
         symbols = (rules.marker(marker) for marker in self.markers)
         return next((symbol for symbol in symbols if symbol.startswith("<[")), None)
 
     def special_markers(self) -> dict[str, int]:
-        """Return the markers that are special tokens in this vocabulary, with their ids."""
+        """Find the markers that are special tokens in this vocabulary, with their ids."""
         ids = {marker: special_id(self.tokenizer, marker) for marker in self.markers}
         return {marker: id_ for marker, id_ in ids.items() if id_ is not None}
 
     def new_call_id(self) -> str:
-        """Return a new id for a call, in OpenAI's form."""
+        """Generate a new id for a call, in OpenAI's form."""
         return f"call_{random_id(24)}"
 
     def template_call_id(self, call_id: str) -> str:
-        """Return a call's id as the chat template gets it."""
+        """Convert a call's id to the form that the chat template gets."""
         return call_id
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Return calls as text, for a template that uses only the content of messages.
+        """Write calls as text, for a template that uses only the content of messages.
 
         Args:
             calls: objects with ``name`` and ``arguments``.
@@ -198,18 +198,17 @@ class ToolFormat(ABC):
 
 
 def random_id(length: int) -> str:
-    """Return random letters and digits."""
+    """Generate random letters and digits."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(length))
 
 
 def special_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the id of the special token that is spelled so; None if there is none."""
+    """Look up the id of the special token with this spelling; None if there is none."""
     token_id = tokenizer.token_to_id(text)
     return token_id if token_id in tokenizer.special_token_ids else None
 
 
 def quoted(text: str) -> str:
-    """Return a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -235,7 +234,7 @@ def add_marked(rules: LarkRules, body: str, start: str, separator: str, *, first
 
 
 def listed(item: str, separator: str, *, is_parallel: bool) -> str:
-    """Return a symbol for one item, or for several with a separator between them."""
+    """Write a symbol for one item, or for several with a separator between them."""
     return f"{item} ({quoted(separator)} {item})*" if is_parallel else item
 
 
@@ -255,7 +254,7 @@ def property_list(
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     required = frozenset(schema.get("required", ()))
-    # `first` begins the list of what is left, `rest` goes on after another property
+    # `first` begins the list of what is left, `rest` continues after another property
     first, rest = "", ""
     for number, (key, value) in reversed(list(enumerate(schema["properties"].items()))):
         own = value if isinstance(value, dict) else {}
@@ -270,7 +269,7 @@ def property_list(
 
 
 def _is_plain(schema: Mapping[str, Any]) -> bool:
-    """Return whether each property can be written for itself."""
+    """Check whether each property can be written for itself."""
     properties = schema.get("properties", {})
     return (
         schema.keys() <= _PLAIN_KEYWORDS
@@ -291,17 +290,17 @@ _OTHER_REFERENCE = re.compile(r'"\$(?:dynamicRef|ref)": "(?!#/(?:\$defs|definiti
 
 
 def _without(text: str) -> str:
-    """Return a regular expression for text that doesn't hold `text`."""
+    """Write a regular expression for text that doesn't hold `text`."""
     return f"~/(?s:.*){_escaped(text)}(?s:.*)/"
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression for `text`, inside slashes."""
+    """Write a regular expression for `text`, inside slashes."""
     return "".join(char if char.isalnum() else f"\\x{ord(char):02x}" for char in text)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with objects that take their declared properties alone.
+    """Close the schema's objects: they take their declared properties alone.
 
     Below ``allOf`` and its like nothing is closed: there, properties are declared in several
     places.
@@ -325,4 +324,4 @@ _OPENERS = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties"}
     | {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
 )
-"""Keywords beside which `properties` isn't the whole of what an object may have."""
+"""Keywords with which `properties` isn't the whole of what an object may have."""

@@ -61,7 +61,7 @@ class FunctionGemma(ToolFormat):
 
 
 def _pairs(rules: LarkRules, index: int, tool: Tool, text: str) -> str | None:
-    """Add rules for ``city:<escape>Oslo<escape>,days:3``; None where the schema says more."""
+    """Add rules for ``city:<escape>Oslo<escape>,days:3``; None where the schema has more."""
     escape = rules.marker(_ESCAPE)
     values = itertools.count()
 
@@ -103,7 +103,7 @@ class _FunctionGemmaParser(ToolParser):
         yield from self._end((_END,))
 
     def _items(self, opener: str, depth: int) -> Steps[Any]:
-        """Return the list or the object that `opener` began."""
+        """Parse the list or the object that `opener` began."""
         items: list[Any] = []
         pairs: dict[str, Any] = {}
         yield from self._skip_space()
@@ -156,7 +156,7 @@ class _FunctionGemmaParser(ToolParser):
             return written
 
     def _quoted(self) -> Steps[str]:
-        """Return a JSON string as it is written; its first quote comes next."""
+        """Parse a JSON string as it is written; its first quote comes next."""
         pieces = [(yield from self._next())]
         while True:
             pieces.append((yield from self._run(_QUOTED_PART)))
@@ -167,7 +167,7 @@ class _FunctionGemmaParser(ToolParser):
             pieces.append((yield from self._next()))
 
     def _escaped(self) -> Steps[str]:
-        """Return the string up to its closing mark; the opening one is read."""
+        """Parse the string up to its closing mark; the opening one is read."""
         pieces: list[str] = []
         while True:
             pieces.append((yield from self._run(_STRING_PART)))

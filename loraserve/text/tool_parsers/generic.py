@@ -43,7 +43,7 @@ class Generic(Hermes):
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
     def shown(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in words alone, for any chat template.
+        """Write messages in words alone, for any chat template.
 
         Args:
             messages: checked ones, whose calls are text already.

@@ -150,7 +150,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def _arguments(self) -> Steps[str]:
-        """Return whole arguments: an object, a string that holds one, or null for none."""
+        """Parse whole arguments: an object, a string that holds one, or null for none."""
         pieces: list[str] = []
         yield from self._value(pieces.append)
         arguments = "".join(pieces)
@@ -182,7 +182,7 @@ class JsonToolParser(ToolParser):
     def _value(self, take: Callable[[str], None]) -> Steps[None]:
         """Read a JSON value, and pass it on as it comes.
 
-        Its quotes or brackets tell its end. What the text's end cuts off is all there is of it.
+        Its quotes or brackets mark its end. What the text's end cuts off is all there is of it.
         """
         text = self._text
         first = yield from self._peek()

@@ -91,7 +91,7 @@ class GrowingText:
         return self.text[self.at :]
 
     def settle(self) -> str:
-        """Return the text since the last settling; the reader can't go back behind it."""
+        """Take the text since the last settling; the reader can't go back behind it."""
         text = self.text[self.start : self.at]
         self.start = self.at
         return text
@@ -102,7 +102,7 @@ class GrowingText:
 
 
 def num_open(text: str, markers: Collection[str]) -> int:
-    """Return the length of the longest end of `text` that some marker goes on from."""
+    """Compute the length of the longest end of `text` that is a proper beginning of a marker."""
     return max(
         (n for marker in markers for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])),
         default=0,
@@ -118,13 +118,13 @@ class Parser(ABC):
         self._steps = self._parse()
 
     def push(self, text: str) -> Sequence[Delta]:
-        """Return the deltas that no further text can change."""
+        """Parse more text; return the deltas that no further text can change."""
         self._text.add(text)
         next(self._steps, None)
         return self._take()
 
     def finish(self) -> Sequence[Delta]:
-        """Return the rest: no more text will come."""
+        """Finish parsing; return the remaining deltas: no more text will come."""
         self._text.is_over = True
         next(self._steps, None)
         return self._take()
@@ -142,13 +142,13 @@ class Parser(ABC):
         yield from self._run(_SPACE)
 
     def _peek(self) -> Steps[str]:
-        """Return the next character; empty at the end of the text."""
+        """Peek at the next character; empty at the end of the text."""
         while self._text.at == len(self._text.text) and not self._text.is_over:
             yield
         return self._text.text[self._text.at : self._text.at + 1]
 
     def _next(self) -> Steps[str]:
-        """Return the next character, and move past it.
+        """Read the next character, and move past it.
 
         Raises:
             NotACall: the text is over.
@@ -183,7 +183,7 @@ class Parser(ABC):
             raise NotACall
 
     def _run(self, characters: re.Pattern[str]) -> Steps[str]:
-        """Return the characters that come next, as long as they are of these.
+        """Read the characters that come next, as long as they are of these.
 
         Args:
             characters: a character class and a star.

@@ -95,7 +95,7 @@ class _PythonicParser(ToolParser):
         yield from self._end((_END,))
 
     def _keywords(self) -> Steps[str]:
-        """Return the keyword arguments up to the closing parenthesis, as JSON."""
+        """Parse the keyword arguments up to the closing parenthesis, as JSON."""
         arguments: dict[str, Any] = {}
         yield from self._skip_space()
         while not (yield from self._accept(")")):
@@ -125,7 +125,7 @@ class _PythonicParser(ToolParser):
         return text
 
     def _literal(self, depth: int) -> Steps[Any]:
-        """Return the value of a Python or JSON literal."""
+        """Parse a Python or JSON literal to its value."""
         if depth > _MAX_DEPTH:
             raise NotACall
         yield from self._skip_space()
@@ -153,7 +153,7 @@ class _PythonicParser(ToolParser):
             raise NotACall from None
 
     def _items(self, opener: str, depth: int) -> Steps[Any]:
-        """Return the list or the dictionary that `opener` began."""
+        """Parse the list or the dictionary that `opener` began."""
         items: list[Any] = []
         pairs: dict[str, Any] = {}
         yield from self._skip_space()
@@ -175,7 +175,7 @@ class _PythonicParser(ToolParser):
         return pairs if opener == "{" else items
 
     def _string(self) -> Steps[str]:
-        """Return the string that a quote begins."""
+        """Parse the string that a quote begins."""
         quote = yield from self._next()
         closer = quote
         if (yield from self._accept(quote * 2)):
@@ -191,7 +191,7 @@ class _PythonicParser(ToolParser):
         return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _escape(self) -> Steps[str]:
-        """Return what the escape behind a backslash stands for."""
+        """Decode the escape behind a backslash."""
         char = yield from self._next()
         if char in _HEX_ESCAPES:
             digits = yield from self._run(_HEX)

@@ -63,7 +63,7 @@ class Qwen3Coder(ToolFormat):
 
 
 def _parameters(rules: LarkRules, index: int, tool: Tool, text: str) -> str | None:
-    """Add rules for the parameters' elements; None where they can't say what the schema does."""
+    """Add rules for the parameters' elements; None where they can't express the schema."""
     values = itertools.count()
 
     def item(key: str, schema: dict[str, Any]) -> str:
@@ -90,7 +90,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 
 class _Qwen3CoderParser(JsonToolParser):
-    """Values are JSON where the tool's schema doesn't say that they are strings."""
+    """Values are JSON where the tool's schema doesn't declare them as strings."""
 
     def __init__(self, tools: Sequence[Tool], hidden: Collection[str]) -> None:
         self._schemas = {tool.name: tool.parameters or {} for tool in tools}
@@ -123,7 +123,7 @@ class _Qwen3CoderParser(JsonToolParser):
         yield from self._end((_END,))
 
     def _parameter(self, schema: object) -> Steps[str]:
-        """Return JSON of the value up to its closing tag.
+        """Parse the value up to its closing tag, as JSON.
 
         Raises:
             NotACall: the text ends in it.

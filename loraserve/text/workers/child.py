@@ -77,7 +77,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process have so many bytes more than it has now."""
+    """Let this process have that many more bytes than it has now."""
     with suppress(OSError, ValueError, IndexError):
         present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (present + num_bytes,) * 2)

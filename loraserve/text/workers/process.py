@@ -21,13 +21,13 @@ _PLAIN_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHON
 
 
 class Death(StrEnum):
-    """What a process ended of."""
+    """Cause of a process's end."""
 
     MEMORY = "memory"
     STACK = "stack"
     TIME = "time"
     KILLED = "killed"
-    """By the system, which may have no memory left, or by an operator."""
+    """Killed by the system, which may have no memory left, or by an operator."""
     CRASH = "crash"
     """A bug: an exception, a panic, an abort."""
 
@@ -94,7 +94,7 @@ class WorkerProcess:
         await self._running(timeout_s)
 
     async def ask(self, question: bytes, timeout_s: float, start_timeout_s: float) -> bytes:
-        """Return the answer to a question. No other question may be asked meanwhile.
+        """Send a question and wait for its answer. No other question may be sent meanwhile.
 
         Every failure, and cancelling this, kills the process.
 
@@ -133,7 +133,7 @@ class WorkerProcess:
             await asyncio.wait_for(asyncio.shield(process.wait()), _END_S)
 
     async def _death(self, process: asyncio.subprocess.Process) -> Death:
-        """Return what a process ended of that closed its stdout."""
+        """Determine what a process ended of that closed its stdout."""
         try:
             code = await asyncio.wait_for(asyncio.shield(process.wait()), _END_S)
         except TimeoutError:
@@ -186,7 +186,7 @@ class WorkerProcess:
 
 
 def _plain(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without the server's own, some of which are secrets."""
+    """Select the variables that aren't the server's own, some of which are secrets."""
     return {name: environment[name] for name in _PLAIN_VARIABLES if name in environment}
 
 

@@ -79,7 +79,7 @@ ROW_TILE = 8
 CHUNK_BYTES = 16384
 """Keys, or values, that one head of a row reads before the next: they stay in a core's first cache.
 
-Processors fetch ahead of reads that go on from page to page; heads that take turns at each block
+Processors fetch ahead of reads that continue from page to page; heads that take turns at each block
 make them stop.
 """
 WORD = 8
@@ -179,7 +179,7 @@ def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-unty
 
 @numba.njit
 def _ask(blocks, number, lines, head, group):  # type: ignore[no-untyped-def]
-    """Ask for a head's share of the lines of a block; no-op where there is none of that number.
+    """Prefetch a head's share of the lines of a block; no-op where there is none of that number.
 
     `blocks` are as `_following` gives them, and counted from the first.
     """
@@ -195,8 +195,8 @@ def _ask(blocks, number, lines, head, group):  # type: ignore[no-untyped-def]
 def _row_scores(q, q_head, group, width, size, blocks, scores, scores_row, ahead):  # type: ignore[no-untyped-def]
     """Write the products of one row's heads with the keys of some blocks, unscaled.
 
-    `scores` are those of the first block. Each head asks for its share of the blocks `ahead`. Both
-    are as `_following` gives them.
+    `scores` are those of the first block. Each head prefetches its share of the blocks `ahead`.
+    Both are as `_following` gives them.
     """
     lines = size * width // LINE
     table, k, k_block, first, end = blocks
@@ -229,7 +229,7 @@ def _row_values(weights, weights_row, group, width, size, blocks, begin, stop, o
 
 @numba.njit
 def _following(args, sequence, head):  # type: ignore[no-untyped-def]
-    """Return the keys that a thread is likely to read next.
+    """Find the keys that a thread is likely to read next.
 
     They are those of a head that is counted on from sequence to sequence: their block table, the
     address that block 0 would have, the elements from block to block, the first block and the end.
@@ -246,7 +246,7 @@ def _following(args, sequence, head):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _attend(args):  # type: ignore[no-untyped-def]
-    """One thread's part of a step's attention: it claims tasks until none is left."""
+    """Compute a thread's part of a step's attention: it claims tasks until none is left."""
     q, q_row, q_head = load_int(args, Q), load_int(args, Q_ROW), load_int(args, Q_HEAD)
     out, out_row, out_head = load_int(args, OUT), load_int(args, OUT_ROW), load_int(args, OUT_HEAD)
     k, k_block, k_head = load_int(args, K), load_int(args, K_BLOCK), load_int(args, K_HEAD)
@@ -363,7 +363,7 @@ def _attend(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -252,7 +252,7 @@ def _lanes() -> int:
 
 
 def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_size: int) -> bool:
-    """Return whether everything is float32 in whole vectors, laid out as the kernel reads it."""
+    """Check whether everything is float32 in whole vectors, laid out as the kernel reads it."""
     head_dim = q.shape[2]
     return (
         all(

@@ -34,7 +34,7 @@ _WORD = 8
 
 @numba.njit
 def _store(args):  # type: ignore[no-untyped-def]
-    """One thread's part of a step's writes to the cache.
+    """Write a thread's part of a step's keys and values to the cache.
 
     A slot that the cache doesn't have is counted and not written.
     """
@@ -72,7 +72,7 @@ def _store(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

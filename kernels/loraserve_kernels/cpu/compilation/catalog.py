@@ -43,6 +43,6 @@ KERNELS: Mapping[str, tuple[str, str]] = {
 
 
 def load_kernel(name: str) -> Any:
-    """Return a kernel, compiled or read from the cache."""
+    """Load a kernel, compiled or read from the cache."""
     module, function = KERNELS[name]
     return getattr(importlib.import_module(f"loraserve_kernels.cpu.{module}"), function)()

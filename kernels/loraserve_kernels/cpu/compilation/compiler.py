@@ -1,7 +1,7 @@
 """Compile kernels with numba into the machine's cache, or read them from it.
 
 Processes that need the same kernels at the same time share the work: each kernel has a lock, and
-who holds it compiles.
+its holder compiles.
 """
 
 # numba has no types
@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class KernelLocator(caching._CacheLocator):  # type: ignore[misc]
-    """Tell numba that machine code of this package is in `kernel_cache`'s folder.
+    """Point numba for machine code of this package to `kernel_cache`'s folder.
 
     The folder's name is a hash of the sources, so that a file's code is always fresh.
     """
@@ -67,7 +67,7 @@ def _use_kernel_cache() -> None:
 
 
 def compile_kernel(function: Callable[[Any], None]) -> Any:
-    """Return a C function of its argument block's address, compiled or read from the cache.
+    """Compile a C function of its argument block's address, or read it from the cache.
 
     Args:
         function: takes the address; its name is unlike any other kernel's.

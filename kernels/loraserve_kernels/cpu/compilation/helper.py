@@ -1,4 +1,4 @@
-"""A process that compiles kernels beside an engine: its interpreter stays free.
+"""A process that compiles kernels next to an engine: its interpreter stays free.
 
     python -P -m loraserve_kernels.cpu.compilation.helper NEEDED,… LATER,…
 
@@ -56,7 +56,7 @@ def start_helper(needed: Sequence[str], later: Sequence[str] = ()) -> subprocess
 
 
 def compile_apart(name: str) -> None:
-    """Return once a process beside this one has compiled the kernel; no-op if the cache has it.
+    """Wait until a process beside this one has compiled the kernel; no-op if the cache has it.
 
     Where that process fails, the caller compiles the kernel itself when it loads it.
     """

@@ -45,7 +45,7 @@ class KernelCache:
         self._lock = threading.Lock()
 
     def is_compiled(self, name: str) -> bool:
-        """Return whether a process has compiled the kernel."""
+        """Check whether a process has compiled the kernel."""
         return self._mark(name).exists()
 
     def note_compiled(self, name: str) -> None:
@@ -94,7 +94,7 @@ class KernelCache:
 
 @functools.cache
 def kernel_cache() -> KernelCache | None:
-    """Return the cache of this process' sources, versions and processor; None where none can be.
+    """Open the cache of this process' sources, versions and processor; None where none can be.
 
     Folders that other sources left a month ago are deleted when a new one is made.
     """
@@ -117,7 +117,7 @@ def kernel_cache() -> KernelCache | None:
 
 
 def _base() -> Path | None:
-    """Return the folder of all caches; None without a home."""
+    """Find the folder of all caches; None without a home."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen) / "loraserve"
     shared = os.environ.get("XDG_CACHE_HOME", "")
@@ -129,7 +129,7 @@ def _base() -> Path | None:
 
 
 def _digest() -> str:
-    """Return the folder's name: a hash of everything that machine code depends on."""
+    """Hash everything that machine code depends on into the folder's name."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_KERNELS / folder).rglob("*.py")):
@@ -143,7 +143,7 @@ def _digest() -> str:
 
 
 def _processor() -> str:
-    """Return the processor's model and instruction sets, as far as the system tells them."""
+    """Read the processor's model and instruction sets, as far as the system lists them."""
     lines = [platform.machine()]
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,7 +1,7 @@
 """Candidates: the kernels that can compute a CPU's linears, by format of the weight.
 
 A library may have no instructions for a format and compute it a thousand times slower than float32,
-or sum it in too few bits, silently; neither can be told from the processor's name. So each
+or sum it in too few bits, silently; neither can be inferred from the processor's name. So each
 candidate multiplies the largest codes there are, all of one sign and of both, and its sums are
 compared with exact ones.
 """
@@ -45,7 +45,7 @@ class Candidate:
     Attributes:
         rank: lower is preferred; candidates of one rank give the same bits.
         make: packs a weight and returns its product with x.
-        is_exact: whether it sums the largest codes rightly at so many inputs.
+        is_exact: whether it sums the largest codes rightly at that many inputs.
         is_there: whether this machine has what it needs.
     """
 
@@ -68,7 +68,7 @@ class Candidate:
 
 
 def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
-    """Return which of `FORMATS` a quantized weight is.
+    """Decide which of `FORMATS` a quantized weight is.
 
     Args:
         rounded: formats of weights whose activations are rounded to int8, where they can be:
@@ -108,7 +108,7 @@ def compile_candidate(candidate: Candidate, format: str) -> None:
 
 
 def example(format: str, out_features: int, in_features: int) -> QuantizedWeight | Tensor:
-    """Return a weight of this shape whose codes are mixed; no generator's state is touched."""
+    """Build a weight of this shape whose codes are mixed; no generator's state is touched."""
     columns = torch.arange(in_features, dtype=torch.int32)
     channels = torch.arange(out_features, dtype=torch.int32)[:, None]
     codes = (channels * 37 + columns * 11) % 251 - 125
@@ -123,7 +123,7 @@ def _quantized(format: str, out_features: int, in_features: int) -> QuantizedWei
 
 
 def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
-    """Return a weight of these values, as nearly as the format holds them.
+    """Build a weight of these values, as nearly as the format holds them.
 
     int8 holds them exactly, with scales of 1.
     """
@@ -150,7 +150,7 @@ _GROUP_SIZES = {"groups": 64, "g32": 32}
 
 
 def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
-    """Return rows of the largest codes.
+    """Build rows of the largest codes.
 
     They are all positive, all negative, both in turn, both by pairs, and a mixture.
     """
@@ -165,7 +165,7 @@ def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
 
 
 def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
-    """Return whether int8 by int8 is summed without an error, for few rows and many."""
+    """Check whether int8 by int8 is summed without an error, for few rows and many."""
     levels = LEVELS[candidate.name]
     weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
     if isinstance(weight, Tensor):
@@ -185,7 +185,7 @@ def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool
 
 
 def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
-    """Return whether products of the largest codes are those of the dequantized weight.
+    """Check whether products of the largest codes are those of the dequantized weight.
 
     They are multiplied with activations of one sign, and of both.
     """
@@ -289,7 +289,7 @@ def _weight_only(format: str) -> tuple[Candidate, ...]:
 
 
 def _in_groups(kind: str, name: str) -> tuple[Candidate, ...]:
-    """Return the candidates of weights whose activations are rounded in groups of 32."""
+    """List the candidates of weights whose activations are rounded in groups of 32."""
     own = Candidate(name, "numba-dot", 0, instructions.numba, _make_g32, _multiplies_exactly, _has_byte_pairs)
     return (own, *(replace(candidate, rank=candidate.rank + 1) for candidate in _weight_only(kind)))
 

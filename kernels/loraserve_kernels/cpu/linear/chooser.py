@@ -46,17 +46,17 @@ A class takes 20 to 60 ms.
 """
 
 SLOWER = 1.2
-"""A format that takes so many times as long as float32 is slower; less may be another process's
+"""A format that takes that many times as long as float32 is slower; less may be another process's
 doing.
 """
 
 HOPELESS = 20.0
-"""A candidate that takes, or would take for more rows, so many times as long as float32 isn't tried
-on, nor on other classes.
+"""A candidate that takes, or would take for more rows, that many times as long as float32 isn't
+tried on, nor on other classes.
 """
 
 MUCH_SLOWER = 4.0
-"""A rank whose best candidate takes so many times as long as the best of all ranks gives way."""
+"""A rank whose best candidate takes that many times as long as the best of all ranks gives way."""
 
 _HOPELESS_S = 0.03
 _SCREEN_CHANNELS = 256
@@ -108,7 +108,7 @@ class Choice:
         return self.arithmetic.kernel
 
     def seconds(self, num_rows: int) -> float:
-        """Return the taken kernel's time of one product.
+        """Look up the taken kernel's time of one product.
 
         NaN where nothing could be taken but what wasn't timed.
         """
@@ -116,7 +116,7 @@ class Choice:
         return of.get(num_rows, math.nan)
 
     def ratio(self, num_rows: int) -> float:
-        """Return the taken kernel's time as a multiple of float32's."""
+        """Compute the taken kernel's time as a multiple of float32's."""
         return self.seconds(num_rows) / self.float_s[num_rows]
 
     @property
@@ -140,11 +140,11 @@ class Chooser:
             `work_clock()`.
         spent_s: what probing has taken so far, but for compiling, which happens once on a machine.
         cut_s: seconds of all threads that a cut of the step takes, by their number.
-        around: entered around each probe, with the format's name: for a load that tells what it is
-            at.
-        ask: asked for a choice that another process of a group makes; None, or where it returns
+        around: entered around each probe, with the format's name: for a load that reports what it
+            is at.
+        ask: called for a choice that another process of a group makes; None, or where it returns
             None: this one makes it.
-        on_choice: told of each choice that is made here; None: nothing is.
+        on_choice: notified of each choice that is made here; None: nothing is.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -158,7 +158,7 @@ class Chooser:
     _hopeless: set[tuple[str, str]] = field(default_factory=set)
 
     def choose(self, format: str, out_features: int, in_features: int) -> Choice:
-        """Return what computes weights of this format and about this shape.
+        """Choose what computes weights of this format and about this shape.
 
         Args:
             format: one of `FORMATS`.
@@ -177,24 +177,24 @@ class Chooser:
     def adopt(self, format: str, out_features: int, in_features: int, arithmetic: Arithmetic) -> None:
         """Take for a class of shapes what another process of this machine took.
 
-        Both are as `taken` gives them; no clock is asked again.
+        Both are as `taken` gives them; no clock is read again.
         """
         choice = Choice(format, out_features, in_features, arithmetic, (), {})
         self._choices[format, out_features, in_features] = choice
 
     def taken(self) -> list[tuple[str, int, int, Arithmetic]]:
-        """Return each class so far with what was taken for it.
+        """List each class so far with what was taken for it.
 
         A class is a format, out_features and in_features.
         """
         return [(*key, choice.arithmetic) for key, choice in self._choices.items()]
 
     def choices(self) -> list[Choice]:
-        """Return the choices made so far, each once."""
+        """List the choices made so far, each once."""
         return list({id(choice): choice for choice in self._choices.values()}.values())
 
     def _nearest(self, key: tuple[str, int, int]) -> Choice | None:
-        """Return the format's choice that is nearest in size once probing has taken its time.
+        """Find the format's choice that is nearest in size once probing has taken its time.
 
         None without one.
         """
@@ -221,13 +221,12 @@ class Chooser:
 
 @functools.cache
 def chooser() -> Chooser:
-    """Return the process's own chooser."""
     return Chooser()
 
 
 @functools.cache
 def work_clock() -> Callable[[], float]:
-    """Return a clock of the processor's time that the calling thread has taken.
+    """Choose a clock of the processor's time that the calling thread has taken.
 
     It is a clock of all time where the system counts the former too coarsely.
     """
@@ -259,12 +258,13 @@ def probe(
     """Time every candidate of a format on weights of this shape.
 
     Args:
-        runs, run_s: each number of rows is timed so often at most, and no longer than about so many
-            seconds.
+        runs, run_s: each number of rows is timed that often at most, and no longer than about that
+            many seconds.
         hopeless: (format, kernel) of candidates that aren't tried; those that turn out to be so are
             added.
         times_all: also candidates of a rank that isn't looked at, since one before it is fast.
-        cut_s: what a library's product takes besides; asked where there is one of our own as well.
+        cut_s: what a library's product takes in addition; measured where there is one of our own as
+        well.
     """
     hopeless = set() if hopeless is None else hopeless
     weight = example(format, out_features, in_features)
@@ -309,9 +309,9 @@ def _times(
     run_s: float,
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """Return seconds by number of rows, fewest first.
+    """Measure seconds by number of rows, fewest first.
 
-    The rest is missing where it would take hopelessly long.
+    Larger numbers are missing where they would take hopelessly long.
     """
     seconds: dict[int, float] = {}
     last: tuple[int, float] | None = None
@@ -351,7 +351,7 @@ def _taken(
     float_s: dict[int, float],
     cut_s: Callable[[], float],
 ) -> Arithmetic:
-    """Return the fastest of the first rank that isn't much slower than the best of all.
+    """Choose the fastest of the first rank that isn't much slower than the best of all.
 
     Where none can be used, it is the last candidate, which needs nothing.
     """
@@ -380,7 +380,7 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[], float]) -> float:
-    """Return seconds of the fastest run, after one that isn't counted.
+    """Measure the seconds of the fastest run, after one that isn't counted.
 
     The first may make what later runs use again.
     """
@@ -400,7 +400,7 @@ def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[
 
 
 def _power(number: int) -> int:
-    """Return the next power of two, 64 at least."""
+    """Round up to the next power of two, 64 at least."""
     return 1 << max(6, (number - 1).bit_length())
 
 
@@ -409,7 +409,7 @@ def _activations(num_rows: int, in_features: int) -> Tensor:
 
 
 def lines(choices: Iterable[Choice]) -> Iterator[tuple[bool, str]]:
-    """Yield what a log says of choices: whether the best is slower than float32, in words too."""
+    """Yield log lines on choices: whether the best is slower than float32, in words too."""
     for choice in choices:
         if not choice.float_s:
             yield False, f"{choice.format} {choice.out_features}×{choice.in_features}: {choice.arithmetic}; taken over"

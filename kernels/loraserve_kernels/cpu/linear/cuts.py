@@ -22,7 +22,7 @@ _WAKES = 2
 
 
 def cut_s(num_threads: int) -> float:
-    """Return the processor's seconds, those of all threads, that one cut of a step costs.
+    """Estimate the processor's seconds, those of all threads, that one cut of a step costs.
 
     It compares with a kernel's seconds on one thread: a step divides these among its threads.
     """
@@ -31,7 +31,7 @@ def cut_s(num_threads: int) -> float:
 
 @functools.cache
 def region_s(num_threads: int) -> float:
-    """Return the seconds from the start of an empty region of sleeping threads to its end.
+    """Measure the seconds from the start of an empty region of sleeping threads to its end.
 
     It is the median of some, measured on a thread of its own, whose team ends with it: a second
     team would stay and take the step's threads their cores.

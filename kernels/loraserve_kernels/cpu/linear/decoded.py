@@ -21,7 +21,7 @@ _MIN_PARALLEL_WEIGHTS = 1 << 15
 """Products of a smaller weight with one row aren't worth waking a second thread for."""
 
 _RUNS = {2: torch.int16, 4: torch.int32}
-"""Dtype as wide as so many codes of int8."""
+"""Dtype as wide as that many codes of int8."""
 
 _SUMMED_ROWS = 256
 """Rows of a weight whose codes are summed at a time."""
@@ -118,7 +118,7 @@ class GroupDotWeight:
 
 
 def can_round_activations(weight: QuantizedWeight) -> bool:
-    """Return whether there is a kernel for this weight in int4 and activations in int8."""
+    """Check whether there is a kernel for this weight in int4 and activations in int8."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_BYTE_PAIRS
 
     # a group's products, at most 15 · 127 · 128, add up to less than 2²⁴: float32 holds the sum
@@ -126,7 +126,7 @@ def can_round_activations(weight: QuantizedWeight) -> bool:
 
 
 def can_decode(weight: QuantizedWeight) -> bool:
-    """Return whether the kernels decode each code as `QuantizedWeight.dequantize` does.
+    """Check whether the kernels decode each code as `QuantizedWeight.dequantize` does.
 
     They don't for fp8's NaN.
     """
@@ -161,7 +161,7 @@ def pack_half(weight: Tensor) -> DecodedWeight:
 
 
 def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
-    """Return these rows of the weight as it is multiplied, [end - start, in_features] float32.
+    """Decode these rows of the weight as it is multiplied, [end - start, in_features] float32.
 
     The kernels scale the sum of a group, so a product differs from this by the rounding of the sums
     alone.
@@ -172,13 +172,13 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
 
 
 def look_up(weight: DecodedWeight, channels: Tensor) -> Tensor:
-    """Return the rows of the weight that these are the numbers of, [n, in_features] float32."""
+    """Decode the rows of the weight that these are the numbers of, [n, in_features] float32."""
     zeros = None if weight.zeros is None else weight.zeros[:, channels]
     return _widened(weight, channels_of(weight.codes, channels), weight.scales[:, channels], zeros)
 
 
 def _widened(weight: DecodedWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Return rows of the weight, of their codes, and of scales and zeros [groups, n]."""
+    """Decode rows of the weight from their codes, and from scales and zeros [groups, n]."""
     from loraserve_kernels.cpu.linear.tiles.decoded_kernel import FP8_SCALE
 
     if weight.kind in ("bf16", "f16"):
@@ -198,7 +198,7 @@ def _widened(weight: DecodedWeight, codes: Tensor, scales: Tensor, zeros: Tensor
 
 
 def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias``, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows.
 
@@ -253,7 +253,7 @@ def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
 
 
 def unpack_dot(weight: DotWeight) -> Tensor:
-    """Return the codes that `pack_dot` was given."""
+    """Unpack the codes that `pack_dot` packed."""
     from loraserve_kernels.cpu.linear.tiles.tile import DOT_INPUTS
 
     tiles = weight.codes.view(_RUNS[DOT_INPUTS])
@@ -262,7 +262,7 @@ def unpack_dot(weight: DotWeight) -> Tensor:
 
 
 def byte_runs(codes: Tensor) -> Tensor:
-    """Return int4's codes as runs of eight inputs, [out_features, in_features / 8] int32.
+    """Pack int4's codes as runs of eight inputs, [out_features, in_features / 8] int32.
 
     A run is four bytes, each with one of the first four inputs in its low half and of the next four
     in its high half.
@@ -275,13 +275,13 @@ def byte_runs(codes: Tensor) -> Tensor:
 
 
 def of_byte_runs(runs: Tensor) -> Tensor:
-    """Return the codes that `byte_runs` was given."""
+    """Unpack the codes that `byte_runs` packed."""
     codes = _unpacked(runs.contiguous().view(torch.uint8))
     return pack_nibbles(codes)
 
 
 def _unpacked(runs: Tensor) -> Tensor:
-    """Return the codes of runs, given as bytes, one a byte."""
+    """Unpack the codes of runs, given as bytes, one a byte."""
     runs = runs.view(runs.shape[0], -1, 1, 4)
     return torch.cat((runs & 15, runs >> 4), -2).view(runs.shape[0], -1)
 
@@ -304,7 +304,7 @@ def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
 
 
 def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
-    """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
+    """Decode these rows of the weight as it is multiplied, [end - start, in_features] float32."""
     runs = channels_between(weight.codes, start, end)
     codes = _unpacked(runs.view(torch.uint8)).float()
     groups = codes.view(end - start, -1, weight.group_size) - weight.zeros[:, start:end].t()[..., None]
@@ -316,7 +316,7 @@ def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
 def group_dot(
     codes: Tensor, scales: Tensor, starts: Tensor, weight: GroupDotWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """Return ``Σ_group scale · sum((code − zero) · x) · row's scale + bias`` for each row.
+    """Compute ``Σ_group scale · sum((code − zero) · x) · row's scale + bias`` for each row.
 
     It is [num_tokens, out_features] float32.
 
@@ -358,14 +358,14 @@ def group_dot(
 
 
 def code_offset() -> int:
-    """Return what is added to the codes of activations that `dot` takes."""
+    """Choose what is added to the codes of activations that `dot` takes."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
     return 128 if HAS_VNNI else 0
 
 
 def dot(codes: Tensor, scales: Tensor, weight: DotWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``sum(code · x) · scale · row's scale + bias``, [num_tokens, out_features] float32.
+    """Compute ``sum(code · x) · scale · row's scale + bias``, [num_tokens, out_features] float32.
 
     The sums are exact, each converted and scaled once; the last product and sum are rounded once.
 
@@ -407,13 +407,13 @@ def warm_up(kind: str) -> None:
 
 
 def full_bias_of(bias: Tensor | None, num_channels: int) -> Tensor:
-    """Return a bias with zeros added up to whole tiles: zeros alone where there is none."""
+    """Pad a bias with zeros up to whole tiles: zeros alone where there is none."""
     return _no_bias(num_channels) if bias is None else filled(bias[None])[0]
 
 
 @functools.cache
 def compiled_handle(kind: str) -> Any:
-    """Return the kernel of a `DecodedWeight.kind`, ``dot``, or the `kernel` of another weight."""
+    """Load the kernel of a `DecodedWeight.kind`, ``dot``, or the `kernel` of another weight."""
     from loraserve_kernels.cpu.linear.tiles import decoded_kernel, dot_kernel, g32_kernel, group_dot_kernel
 
     if kind == "dot":
@@ -439,7 +439,7 @@ def run(kernel: str, args: Any, num_products: int) -> None:
 
 
 def tiles_of(codes: Tensor) -> Tensor:
-    """Return rows [channels, width] as [tiles, width, channels of a tile]."""
+    """Arrange rows [channels, width] as [tiles, width, channels of a tile]."""
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     channels, width = codes.shape
@@ -452,7 +452,7 @@ def tiles_of(codes: Tensor) -> Tensor:
 
 
 def channels_between(tiles: Tensor, start: int, end: int) -> Tensor:
-    """Return neighbouring channels, [end - start, width], of [tiles, width, channels of a tile]."""
+    """Copy neighbouring channels, [end - start, width], of [tiles, width, channels of a tile]."""
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     first = start // TILE
@@ -461,14 +461,14 @@ def channels_between(tiles: Tensor, start: int, end: int) -> Tensor:
 
 
 def channels_of(tiles: Tensor, channels: Tensor) -> Tensor:
-    """Return the channels with these numbers, [n, width], of [tiles, width, channels of a tile]."""
+    """Copy the channels with these numbers, [n, width], of [tiles, width, channels of a tile]."""
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     return tiles[channels // TILE, :, channels % TILE].contiguous()
 
 
 def filled(grid: Tensor) -> Tensor:
-    """Return [groups, channels] in that order of memory, zeros added up to whole tiles."""
+    """Pad [groups, channels] with zeros up to whole tiles, in that order of memory."""
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     groups, channels = grid.shape
@@ -483,5 +483,5 @@ def _no_bias(num_channels: int) -> Tensor:
 
 
 def cut(y: Tensor, out_features: int) -> Tensor:
-    """Return a product without the channels that fill up the last tile."""
+    """Cut off the channels that fill up a product's last tile."""
     return y if y.shape[1] == out_features else y[:, :out_features].contiguous()

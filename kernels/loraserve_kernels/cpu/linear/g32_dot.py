@@ -67,7 +67,7 @@ class G32Weight:
 
 
 def can_round_groups(weight: QuantizedWeight) -> bool:
-    """Return whether there is a kernel for this weight and activations in int8 in groups of 32."""
+    """Check whether there is a kernel for this weight and activations in int8 in groups of 32."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_BYTE_PAIRS
 
     is_whole = weight.in_features % GROUP == 0 and weight.group_size % GROUP == 0
@@ -105,21 +105,21 @@ def pack(weight: QuantizedWeight) -> G32Weight:
 
 
 def unpack(weight: G32Weight, start: int, end: int) -> Tensor:
-    """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
+    """Decode these rows of the weight as it is multiplied, [end - start, in_features] float32."""
     runs = decoded.channels_between(weight.codes, start, end)
     zeros = None if weight.zeros is None else weight.zeros[:, start:end]
     return _widened(weight, runs, weight.scales[:, start:end], zeros)
 
 
 def look_up(weight: G32Weight, channels: Tensor) -> Tensor:
-    """Return the rows of the weight that these are the numbers of, [n, in_features] float32."""
+    """Decode the rows of the weight that these are the numbers of, [n, in_features] float32."""
     runs = decoded.channels_of(weight.codes, channels)
     zeros = None if weight.zeros is None else weight.zeros[:, channels]
     return _widened(weight, runs, weight.scales[:, channels], zeros)
 
 
 def _widened(weight: G32Weight, runs: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Return rows of the weight, of their runs, and of scales and zeros [groups, n]."""
+    """Decode rows of the weight from their runs, and from scales and zeros [groups, n]."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
     if weight.format == "int4":
@@ -141,7 +141,7 @@ def _widened(weight: G32Weight, runs: Tensor, scales: Tensor, zeros: Tensor | No
 
 
 def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias`` with x rounded in groups of 32, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias`` with x rounded in groups of 32, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows, and are the same on every processor.
 
@@ -220,7 +220,7 @@ def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
 
 
 def _narrowest(scales: Tensor) -> Tensor:
-    """Return scales in 16 bits where that changes none of them."""
+    """Store scales in 16 bits where that changes none of them."""
     for dtype in (torch.bfloat16, torch.float16):
         halves = scales.to(dtype)
         if torch.equal(halves.float(), scales):

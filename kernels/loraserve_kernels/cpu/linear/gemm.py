@@ -124,7 +124,7 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str, rotation: int = 0) -> 
 
 
 def unpack_int8(weight: Int8Weight) -> Tensor:
-    """Return the codes that `pack_int8` was given, [out_features, in_features] int8."""
+    """Unpack the codes that `pack_int8` packed, [out_features, in_features] int8."""
     if weight.kernel == "numba-dot":
         return decoded.unpack_dot(weight.packed)
     codes: Tensor
@@ -136,7 +136,7 @@ def unpack_int8(weight: Int8Weight) -> Tensor:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None, tops: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows.
 
@@ -170,7 +170,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None, tops:
 def int4_linear(
     x: Tensor, weight: decoded.GroupDotWeight, bias: Tensor | None = None, tops: Tensor | None = None
 ) -> Tensor:
-    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows.
 
@@ -207,7 +207,7 @@ def quantize_rows(x: Tensor, tops: Tensor | None = None, rotation: int = 0) -> t
 
 
 def row_tops(x: Tensor, rotation: int) -> Tensor:
-    """Return the largest magnitude of each row as it is rounded, [num_tokens, 1]."""
+    """Find the largest magnitude of each row as it is rounded, [num_tokens, 1]."""
     return rotate(x, rotation).abs().amax(1, keepdim=True)
 
 
@@ -231,12 +231,12 @@ _BLOCK_ROWS = (64, 48, 32)
 
 
 def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
-    """Return a packed weight's own memory as blocks of its rows, each transposed.
+    """View a packed weight's own memory as blocks of its rows, each transposed.
 
     They are [num_blocks, in_features, rows of a block] float32; None where it is in another order.
-    oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps
-    them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they are is
-    seen by comparing all of them. Valid as long as `packed`.
+    oneDNN gives back whole matrices only, in new memory. It doesn't document in which order it
+    keeps them; on machines with AVX2 or AVX512 a block's rows are side by side, and whether they
+    are is seen by comparing all of them. Valid as long as `packed`.
 
     Args:
         weight: what was packed.
@@ -257,7 +257,7 @@ def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
 
 
 def float_linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias``, [num_tokens, out_features] float32.
 
     With oneDNN a row's bits don't depend on the other rows.
 
@@ -325,7 +325,7 @@ def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
 
 
 def half_linear(x: Tensor, weight: HalfWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias``, [num_tokens, out_features] float32.
 
     With numba a row's bits don't depend on the other rows.
 
@@ -352,7 +352,7 @@ def half_linear(x: Tensor, weight: HalfWeight, bias: Tensor | None = None) -> Te
 
 
 def half_rows(weight: HalfWeight, start: int, end: int) -> Tensor:
-    """Return these rows of the weight, in whatever float dtype they're at hand."""
+    """Read these rows of the weight, in whatever float dtype they're at hand."""
     rows: Tensor
     if weight.kernel == "numba":
         return decoded.unpack(weight.packed, start, end)
@@ -370,7 +370,7 @@ def warm_up() -> None:
 
 
 def has_onednn() -> bool:
-    """Return whether torch has oneDNN and its int8 linear."""
+    """Check whether torch has oneDNN and its int8 linear."""
     return bool(torch._C._has_mkldnn) and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
@@ -379,7 +379,7 @@ def has_fbgemm() -> bool:
 
 
 def has_native_bfloat16() -> bool:
-    """Return whether oneDNN may use instructions for bfloat16.
+    """Check whether oneDNN may use instructions for bfloat16.
 
     It computes bfloat16 without them too, several times slower than float32.
     """
@@ -431,7 +431,7 @@ _HEIGHT_STEP = 16
 
 
 def _with_few_heights(x: Tensor) -> Tensor:
-    """Return x with rows of zeros added, where it has more than `_HEIGHT_STEP` rows.
+    """Pad x with rows of zeros, where it has more than `_HEIGHT_STEP` rows.
 
     Fewer than `_HEIGHT_STEP` are added. oneDNN compiles a product for each number of rows that it
     meets (1 to 8 ms) and keeps a thousand of them, up to 0.7 MiB each: with some hundred numbers of
@@ -447,7 +447,7 @@ def _zero_points(out_features: int) -> Tensor:
 
 
 def _unit_rows(x: Tensor, tops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return each row divided by its largest magnitude, and that magnitude, [num_tokens, 1].
+    """Divide each row by its largest magnitude; return that magnitude too, [num_tokens, 1].
 
     Both are zeros and NaN for a row that isn't finite.
     """
@@ -470,7 +470,7 @@ def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
 def _quantize_rows_numba(
     x: Tensor, offset: int = 0, starts: Tensor | None = None, tops: Tensor | None = None, rotation: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does.
+    """Round rows to codes, each plus `offset` as a byte, and scales, as `quantize_rows` does.
 
     Args:
         starts: [num_tokens, groups] float32, where the sum of each group's codes, negated, goes.

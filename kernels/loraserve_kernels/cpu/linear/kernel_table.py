@@ -28,7 +28,7 @@ _RUNS, _RUN_S = 40, 0.05
 
 
 def table(formats: list[str], *, is_quick: bool) -> dict[str, Any]:
-    """Return what each format takes.
+    """Measure or look up what each format takes.
 
     Args:
         formats: of `FORMATS`; empty: all.

@@ -110,7 +110,7 @@ def pack_quantized(weight: QuantizedWeight, kernel: str) -> PackedWeight:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+    """Compute ``x W^T + bias``, [num_tokens, out_features] float32.
 
     W is as `QuantizedWeight.dequantize` gives it. A row's bits don't depend on the other rows
     (widened: with oneDNN).

@@ -61,7 +61,7 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
         target: of as many bytes, or int16 if `is_wide` isn't 0.
         scale: of one float32. A row that isn't finite gets codes of 0 and the scale NaN.
         starts: of a float32 for each group of `group` inputs, a multiple of `LANES`: the sum of
-            the group's codes, which have no offset, negated; 0: they aren't wanted.
+            the group's codes, which have no offset, negated; 0: they aren't needed.
         tops: of a float32, the largest magnitude in the parts of this row that others have; 0: this
             is the whole row.
         rotation: inputs of a Hadamard block, which divides `width`: x is the row times H; 0: the
@@ -156,11 +156,11 @@ def quantize_groups(source, target, scales, starts, width, group):  # type: igno
 
 @numba.njit
 def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
-    """Round a row as a kernel's argument block says, if it says so.
+    """Round a row by a kernel's argument block, if that requires it.
 
     Args:
         source: address of the row's `width` float32.
-        row: its number, which says where its codes, its scale and its starts go.
+        row: its number, from which the places of its codes, scale and starts follow.
     """
     codes, starts, group, tops = (
         load_int(args, CODES),
@@ -195,7 +195,7 @@ _quantize = row_loop.row_loop("quantize", _quantize_row, NUM_ROWS)
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -11,7 +11,7 @@ from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
 
 
 def widen(weight: QuantizedWeight) -> Tensor:
-    """Return the bits of ``weight.dequantize(torch.float32)``, several times sooner.
+    """Compute the bits of ``weight.dequantize(torch.float32)``, several times faster.
 
     A byte's codes are looked up together.
     """
@@ -25,7 +25,7 @@ def widen(weight: QuantizedWeight) -> Tensor:
 
 @functools.cache
 def _table(format: str, has_zeros: bool) -> Tensor:
-    """Return the meaning of each of a byte's 256 values.
+    """Build the table of what each of a byte's 256 values means.
 
     It is a float32 for fp8 and int8; for two codes of 4 bits it is two, held as one float64.
     """

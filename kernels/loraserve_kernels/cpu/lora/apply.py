@@ -25,7 +25,7 @@ from loraserve_kernels.cpu import threads
 HAS_NUMBA: bool = importlib.util.find_spec("numba") is not None
 
 MIN_PARALLEL_BYTES = 128 << 10
-"""A launch with less work than reading so many bytes isn't worth waking a second thread for."""
+"""A launch with less work than reading that many bytes isn't worth waking a second thread for."""
 
 _WIDENED_WEIGHTS = 1 << 22
 """Number of weights of replaced rows that PyTorch has in float32 at a time."""

@@ -19,13 +19,13 @@ from loraserve_kernels.common.sites import ModuleShapes
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, SHIFT, ModuleSize, PackedLayout, lay_out
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""Returns so many zeros."""
+"""Function that allocates that many zeros."""
 
 
 def lay_out_part(
     modules: Sequence[LoraModule], cut: PartCut, *, module_shapes: ModuleShapes, dtype: torch.dtype
 ) -> PackedLayout:
-    """Return the layout that `cut_adapter` gives a part of these modules. Reads ids of rows alone.
+    """Compute the layout that `cut_adapter` gives a part of these modules. Reads ids of rows alone.
 
     Args:
         module_shapes: of the part.
@@ -54,7 +54,7 @@ def cut_adapter(
     allocate: Allocate,
     keeps_head: bool,
 ) -> PackedAdapter:
-    """Return a part of an adapter, copied.
+    """Copy a part of an adapter.
 
     Norms of the part's layers are whole in it.
 
@@ -96,7 +96,7 @@ def cut_adapter(
 
 
 def norm_widths(norms: Iterable[tuple[int, str, int]], cut: PartCut) -> list[int]:
-    """Return the numbers of weights of the norms that a part has.
+    """List the numbers of weights of the norms that a part has.
 
     Args:
         norms: (layer, norm, number of weights).
@@ -131,7 +131,7 @@ def _size(
 
 
 def _chosen(ids: Tensor, module: str, cut: ModuleCut) -> slice:
-    """Return which replaced rows the part has: of a row-parallel linear, a piece of each."""
+    """Find which replaced rows the part has: of a row-parallel linear, a piece of each."""
     if cut.axis is Axis.IN and module != "embed_tokens":
         return slice(0, int(ids.shape[0]))
     first, last = torch.searchsorted(ids, torch.tensor([cut.start, cut.end], dtype=ids.dtype)).tolist()

@@ -55,7 +55,7 @@ class LayerExperts:
         return bool(self._segments)
 
     def segments(self, expert: int = 0, rows: npt.NDArray[np.int64] | None = None) -> list[ExpertSegment]:
-        """Return the segments of an expert's rows.
+        """List the segments of an expert's rows.
 
         Args:
             expert: its number; 0 for what isn't an expert's.

@@ -1,4 +1,4 @@
-"""All that a step's adapters change at a site, in one launch, compiled by numba.
+"""Kernel of all that a step's adapters change at a site, in one launch, compiled by numba.
 
 Two phases, shared out among the threads in small tasks by one atomic counter. Shrink: ``scratch[t,
 r] = scaling · A[r] · x[t]`` for the ranks of all the site's slices, a task being some ranks of one
@@ -68,7 +68,7 @@ F32_BYTES = I32_BYTES = 4
 
 @numba.njit
 def _apply(args, kind):  # type: ignore[no-untyped-def]
-    """One thread's part of a launch: it claims tasks until none is left."""
+    """Compute a thread's part of a launch: it claims tasks until none is left."""
     x, x_stride = load_int(args, X), load_int(args, X_STRIDE)
     y, y_stride = load_int(args, Y), load_int(args, Y_STRIDE)
     scratch, scratch_stride = load_int(args, SCRATCH), load_int(args, SCRATCH_STRIDE)
@@ -190,7 +190,7 @@ _STAMP = zlib.crc32(repr((stamp_with(*_FILES), _RECORD)).encode())
 
 @functools.cache
 def compiled_float32() -> Any:
-    """Return the kernel for adapters in float32, compiled or read from numba's cache."""
+    """Load the kernel for adapters in float32, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_float32(args):  # type: ignore[no-untyped-def]
@@ -202,7 +202,7 @@ def compiled_float32() -> Any:
 
 @functools.cache
 def compiled_bfloat16() -> Any:
-    """Return the kernel for adapters in bfloat16, compiled or read from numba's cache."""
+    """Load the kernel for adapters in bfloat16, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_bfloat16(args):  # type: ignore[no-untyped-def]
@@ -214,7 +214,7 @@ def compiled_bfloat16() -> Any:
 
 @functools.cache
 def compiled_float16() -> Any:
-    """Return the kernel for adapters in float16, compiled or read from numba's cache."""
+    """Load the kernel for adapters in float16, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_float16(args):  # type: ignore[no-untyped-def]
@@ -226,7 +226,7 @@ def compiled_float16() -> Any:
 
 @functools.cache
 def compiled_int8() -> Any:
-    """Return the kernel for adapters in int8, compiled or read from numba's cache."""
+    """Load the kernel for adapters in int8, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_int8(args):  # type: ignore[no-untyped-def]

@@ -73,7 +73,7 @@ __all__ = [
 _INT8_MAX = 127
 _OWN_PAGES_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 22
-"""Rows are rounded to int8 so many weights at a time: a float32 copy of a whole head would take
+"""Rows are rounded to int8 that many weights at a time: a float32 copy of a whole head would take
 gigabytes.
 """
 
@@ -151,7 +151,7 @@ def pack_adapter(
 
 
 def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in memory of their own.
+    """Allocate zeros in memory of their own.
 
     Large ones are the system's fresh pages, which aren't zeroed once more, huge ones where it has
     them, and given back whole when the last view goes: an allocator that keeps pieces of them held

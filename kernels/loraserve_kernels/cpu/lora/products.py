@@ -23,8 +23,8 @@ from loraserve_kernels.cpu.simd import F32, LANES, add, fma, fma_one, load, load
 
 F32_BYTES = 4
 _MANY_ROWS = 4
-"""From so many rows on, a tile of B is multiplied with all of them before the next columns are
-read. With fewer, memory is what takes time, and whole rows of B are read in the order they lie.
+"""Number of rows from which on a tile of B is multiplied with all of them before the next columns
+are read. With fewer, memory is what takes time, and whole rows of B are read in the order they lie.
 """
 
 

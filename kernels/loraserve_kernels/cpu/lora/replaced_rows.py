@@ -56,7 +56,7 @@ def scatter(y, y_stride, num_rows, tile, ids, num_ids, scales, bias):  # type: i
 
 @numba.njit(inline="never")
 def _find(ids, num_ids, token_id):  # type: ignore[no-untyped-def]
-    """Return where a token stands among ascending ids; -1: nowhere."""
+    """Find where a token stands among ascending ids; -1: nowhere."""
     first, last = load_int32(ids, 0), load_int32(ids, num_ids - 1)
     if token_id < first or token_id > last:
         return -1

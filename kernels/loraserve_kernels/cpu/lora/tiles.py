@@ -60,7 +60,7 @@ def _shrink_tile(num_rows: int) -> Any:
     ) -> Any:
         """Write ``scaling · (A[r] · x[t])`` of `num_rows` rows for up to four ranks.
 
-        What follows the tile's weights in memory is asked for meanwhile.
+        What follows the tile's weights in memory is prefetched meanwhile.
 
         Args:
             x: address of the first row, `width` float32; rows are `x_stride` elements apart.
@@ -139,7 +139,7 @@ def _expand_tile(num_rows: int, num_vectors: int) -> Any:
     ) -> Any:
         """Add ``Σ_r factor[t, r] · B[r, n]`` to some vectors of columns of `num_rows` rows of y.
 
-        The columns behind them are asked for meanwhile.
+        The columns behind them are prefetched meanwhile.
 
         Args:
             y: address of the first row's first column; rows are `y_stride` elements apart.
@@ -186,7 +186,7 @@ def expand_row(
 ) -> Any:
     """Add ``Σ_r factor[r] · B[r, n]`` of four ranks to whole vectors of `width` columns of a row.
 
-    The next four ranks' weights, which may be far behind in memory, are asked for meanwhile.
+    The next four ranks' weights, which may be far behind in memory, are prefetched meanwhile.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -194,7 +194,7 @@ def expand_row(
         ranks = [builder.add(first, builder.mul(b_stride, const(j))) for j in range(RANKS)]
         factor = [splat(builder, load_scalar(builder, factors, const(j), _F32)) for j in range(RANKS)]
         whole = builder.and_(width, const(-LANES))
-        # a quarter of the columns asks for one rank of the next tile
+        # a quarter of the columns prefetches one rank of the next tile
         vectors = builder.lshr(builder.add(whole, const(RANKS * LANES - 1)), const((RANKS * LANES).bit_length() - 1))
         quarter = builder.mul(vectors, const(LANES))
         for number, rank in enumerate(ranks):

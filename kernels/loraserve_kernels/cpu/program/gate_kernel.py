@@ -32,8 +32,8 @@ from loraserve_kernels.cpu.simd import (
     store_one,
 )
 
-# The argument block, in int64 words, beside those of `round_row`. The counter is on a cache line of
-# its own.
+# The argument block, in int64 words, in addition to those of `round_row`. The counter is on a cache
+# line of its own.
 CLAIMED, NUM_ROWS, WIDTH, X, X_STRIDE, OUT, IS_GELU = 0, 8, 9, 10, 11, 12, 13
 
 F32_BYTES = 4
@@ -44,7 +44,7 @@ _CUBIC, _TWICE_ROOT = np.float32(0.044715), np.float32(-2 * 0.7978845608028654)
 
 @numba.njit
 def _gated(gate, up, is_gelu):  # type: ignore[no-untyped-def]
-    """Return ``activation(gate) · up`` by lane."""
+    """Compute ``activation(gate) · up`` by lane."""
     one = splat(np.float32(1))
     if is_gelu != 0:
         cube = multiply(multiply(gate, gate), gate)
@@ -77,7 +77,7 @@ _gate = row_loop.row_loop("gate", _gate_row, NUM_ROWS)
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

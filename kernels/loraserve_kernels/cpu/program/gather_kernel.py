@@ -35,7 +35,7 @@ _gather = row_loop.row_loop("gather", _gather_row, NUM_ROWS)
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -35,9 +35,9 @@ from loraserve_kernels.cpu.simd import (
     sum_lanes,
 )
 
-# The argument block, in int64 words, beside those of `round_row`. The counter is on a cache line of
-# its own. A weight of 0: no norm. The tables of weights have an address for each row; 0: every row
-# has the one weight.
+# The argument block, in int64 words, in addition to those of `round_row`. The counter is on a cache
+# line of its own. A weight of 0: no norm. The tables of weights have an address for each row; 0:
+# every row has the one weight.
 CLAIMED, NUM_ROWS, WIDTH, HIDDEN, DELTA, DELTA_STRIDE, DELTA_WEIGHT, DELTA_WEIGHTS = 0, 8, 9, 10, 11, 12, 13, 14
 WEIGHT, WEIGHTS, OUT, EPS, DELTA_SCALE = 15, 16, 17, 18, 19
 """EPS, DELTA_SCALE: float32 in the word's first half."""
@@ -47,7 +47,7 @@ F32_BYTES = 4
 
 @numba.njit
 def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
-    """Return ``1 / sqrt(mean(x²) + eps)`` of `width` float32."""
+    """Compute ``1 / sqrt(mean(x²) + eps)`` of `width` float32."""
     whole = width // LANES * LANES
     total = splat(np.float32(0))
     for k in range(0, whole, LANES):
@@ -108,7 +108,7 @@ _norm = row_loop.row_loop("norm", _norm_row, NUM_ROWS)
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -41,7 +41,7 @@ class Kernel:
 
 @functools.cache
 def kernel(name: str) -> Kernel:
-    """Return a kernel, compiled or read from numba's cache.
+    """Load a kernel, compiled or read from numba's cache.
 
     Args:
         name: ``norm``, ``gate``, ``gather``, ``rotary``, ``attention``, ``quantize``, ``dot``,
@@ -159,7 +159,7 @@ class Program:
 
 
 def _aligned(num_words: int) -> npt.NDArray[np.int64]:
-    """Return zeros that start a cache line."""
+    """Allocate zeros that start a cache line."""
     memory = np.zeros(8 * num_words + _LINE_BYTES, dtype=np.uint8)
     start = -memory.ctypes.data % _LINE_BYTES
     return memory[start : start + 8 * num_words].view(np.int64)
@@ -167,6 +167,6 @@ def _aligned(num_words: int) -> npt.NDArray[np.int64]:
 
 @functools.cache
 def _yield_address() -> int:
-    """Return the address of sched_yield; 0 where the system has none."""
+    """Look up the address of sched_yield; 0 where the system has none."""
     function = getattr(ctypes.CDLL(None), "sched_yield", None)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -140,7 +140,7 @@ _turn_and_store = row_loop.row_loop("turn_and_store", _turn_and_store_row, NUM_R
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -7,9 +7,9 @@ away; a thread that has spun for long offers its core to others, among which the
 for may be.
 
 A thread joins when it comes, in the middle of any kernel: while the system keeps one from a core,
-the others go on without it. One word has it all: which kernel runs, how many threads have joined,
-and how many of them have ended it. Whoever joins or ends changes the word from what it has read;
-the last to end a kernel begins the next.
+the others continue without it. One word has it all: which kernel runs, how many threads have
+joined, and how many of them have ended it. A thread that joins or ends changes the word from what
+it has read; the last to end a kernel begins the next.
 """
 
 # numba has no types
@@ -57,7 +57,7 @@ def _call(typingctx: Any, function: Any, args: Any) -> Any:
 
 @intrinsic
 def _ask(typingctx: Any, function: Any) -> Any:
-    """Return what the C function at an address, which takes nothing, returns as an int."""
+    """Call the C function at an address, which takes nothing and returns an int."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(_I32, [])
@@ -68,7 +68,7 @@ def _ask(typingctx: Any, function: Any) -> Any:
 
 @intrinsic
 def _acquire(typingctx: Any, address: Any) -> Any:
-    """Return the int64 at `address`, and see what was written before it was."""
+    """Load the int64 at `address`, and see what was written before it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(values[0], _I64.as_pointer()), "acquire", 8)
@@ -95,7 +95,7 @@ def _change(args, state, value):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _next(table, number, last):  # type: ignore[no-untyped-def]
-    """Return the first kernel from `number` on; `last` if there is none before."""
+    """Find the first kernel from `number` on; `last` if there is none before."""
     while number < last and load_int(table, number * ENTRY_WORDS + FUNCTION) == 0:
         number += 1
     return number
@@ -140,7 +140,7 @@ def _run(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """Return the loop, compiled or read from numba's cache.
+    """Load the loop, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

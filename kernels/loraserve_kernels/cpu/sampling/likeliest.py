@@ -1,4 +1,4 @@
-"""Each row's likeliest token, which a greedy request takes."""
+"""Likeliest token of each row, which a greedy request takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIN_PARALLEL_LOGITS = 1 << 16
 
 
 def likeliest(logits: Tensor) -> list[int]:
-    """Return the place of each row's largest number, the first of equal ones.
+    """Find the index of each row's largest number, the first of equal ones.
 
     `NOT_FINITE` where a number of the row is infinite or NaN.
 

@@ -1,4 +1,4 @@
-"""Each row's largest number, and whether all of the row is finite; compiled by numba."""
+"""Largest number of each row, and whether all of the row is finite; compiled by numba."""
 
 # numba has no types
 # mypy: disable-error-code="untyped-decorator"
@@ -72,7 +72,7 @@ _likeliest = row_loop.row_loop("likeliest", _look_through, NUM_ROWS)
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -33,7 +33,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     stride_v_block,
     num_kv_heads,
     CHUNKS: tl.constexpr,  # items are tiles of chunks' rows; or each a split of the keys of one row
-    # where the plan's header says how many items there are of the second kind, which come first
+    # where the plan's header counts the items of the second kind, which come first
     NUM_DECODE_ITEMS: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
     ITEMS_AT: tl.constexpr,

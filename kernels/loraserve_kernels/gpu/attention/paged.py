@@ -32,7 +32,7 @@ from loraserve_kernels.gpu.tuning import tuned
 
 NO_WINDOW = 1 << 30
 MAX_CHUNK_REGISTERS = 255
-"""As many as a thread can have: two programs of four warps then fill a multiprocessor."""
+"""Registers of a thread, at their maximum: two programs of four warps then fill an SM."""
 COMBINE_WARPS = 2
 COMBINE_SPLITS = 16
 """Number of a row's splits that are loaded at a time."""
@@ -50,13 +50,13 @@ class AttendConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Of a thread; None: as many as the compiler takes. Left alone, ptxas 12.8 takes 168 for a
-    chunk's rows on sm_80, and keeps two numbers in memory.
+    """Registers of a thread; None: as many as the compiler takes. Left alone, ptxas 12.8 takes 168
+    for a chunk's rows on sm_80, and keeps two numbers in memory.
     """
 
 
 def decode_config(head_dim: int, group: int) -> AttendConfig:
-    """Return the tiles for sequences of a single row.
+    """Choose the tiles for sequences of a single row.
 
     They have 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times
     ahead: with 16 heads of up to 128 four programs fit on a multiprocessor of either generation.
@@ -67,7 +67,7 @@ def decode_config(head_dim: int, group: int) -> AttendConfig:
 
 
 def chunk_config(head_dim: int, group: int) -> AttendConfig:
-    """Return the tiles for a chunk's rows.
+    """Choose the tiles for a chunk's rows.
 
     They have twice the keys at a time, so that the four warps meet half as often, and two programs
     on a multiprocessor.

@@ -1,7 +1,7 @@
 """Plan of a step's attention as the GPU's kernels read it.
 
 It is one buffer at one address, filled once a step for all layers. The buffer is int32. Its first
-`HEADER` numbers say where its parts start (in elements of the buffer) and how long they are;
+`HEADER` numbers hold where its parts start (in elements of the buffer) and how long they are;
 kernels read them there, so one captured CUDA graph serves every mix of context lengths. The parts:
 
     items          eight numbers each: row0, num_rows, position of row0, sequence, split,
@@ -48,7 +48,7 @@ four heads to a group.
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return the most parts that a long context is cut into.
+    """Compute the most parts that a long context is cut into.
 
     The splits of one sequence then keep about a hundred multiprocessors busy.
     """
@@ -56,7 +56,7 @@ def max_splits(num_kv_heads: int) -> int:
 
 
 def tile_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of a chunk's rows in a tile.
+    """Count a chunk's rows in a tile.
 
     As many as have their query heads of one KV head fit in, 1 where a group alone fills it.
     """
@@ -96,7 +96,7 @@ class GpuAttentionPlan:
     ) -> None:
         """Allocate buffers for the largest step in the host's memory and on the device.
 
-        The host's are pinned beside a GPU.
+        The host's are pinned where there is a GPU.
 
         Raises:
             InvalidPlan: heads that don't form groups, or a head_dim that the kernels don't have.
@@ -138,7 +138,7 @@ class GpuAttentionPlan:
         return sum(t.numel() * t.element_size() for t in (self.buffer, self.partials, self.lse))
 
     def num_splits(self, context_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return into how many parts the keys of a sequence with a single row are cut.
+        """Compute into how many parts the keys of a sequence with a single row are cut.
 
         It is 0 without context, else by the context's own length alone.
         """

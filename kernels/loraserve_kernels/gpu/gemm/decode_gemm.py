@@ -111,7 +111,7 @@ def part_of_sums(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return the sums of one part of K for a tile's columns, for each of two row tiles.
+    """Sum one part of K for a tile's columns, for each of two row tiles.
 
     Each is [BLOCK_M, BLOCK_N]; a channel's own scale isn't in yet.
     """
@@ -210,7 +210,7 @@ def store_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def arrive(counter_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return whether this program is the last of so many to arrive.
+    """Count this program's arrival; return whether it is the last of `PARTS`.
 
     What the others stored before they arrived can then be read past the nearest cache.
     """
@@ -234,7 +234,7 @@ def sum_of_parts(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return a row tile's sums, part by part in their order."""
+    """Add a row tile's sums, part by part in their order."""
     offs_m = tl.arange(0, BLOCK_M)
     is_row = (offs_m + half * BLOCK_M < num_rows)[:, None]
     own = planes + half * (BLOCK_M * BLOCK_N) + offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

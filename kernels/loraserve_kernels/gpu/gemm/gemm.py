@@ -94,7 +94,7 @@ Part of the order of additions, so the same for any number of rows.
 
 
 def split_k(out_features: int, in_features: int) -> int:
-    """Return the number of parts that the kernel for few rows cuts a row's sum into.
+    """Choose the number of parts that the kernel for few rows cuts a row's sum into.
 
     It is fixed by the weight's shape.
     """
@@ -107,7 +107,7 @@ def split_k(out_features: int, in_features: int) -> int:
 def weight_only_linear(
     x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return ``x W^T + bias``, summed in float32 and rounded once.
+    """Compute ``x W^T + bias``, summed in float32 and rounded once.
 
     One launch, no synchronisation; may be captured in a CUDA graph once it has run on the device
     before. Calls on several streams at a time aren't possible: those of one device share the
@@ -157,7 +157,7 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
 
 
 def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig, is_even: bool) -> int | None:
-    """Return the registers that a thread may take; None: as the compiler thinks best.
+    """Bound the registers that a thread may take; None: as the compiler thinks best.
 
     Left alone, some versions of the compiler aim at five programs of the small tiles with bytes,
     and keep registers in memory for it. Widths that no known base has need masks (not is_even), and
@@ -174,7 +174,7 @@ def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig, is_ev
 
 
 def decode_config(num_rows: int, weight: QuantizedWeight | Tensor) -> DecodeConfig:
-    """Return the tile sizes of the kernel for this many rows of this weight."""
+    """Choose the tile sizes of the kernel for this many rows of this weight."""
     most = next(most for most in DECODE_CONFIGS if num_rows <= most)
     has_zeros, shape = False, tuple(weight.shape) if isinstance(weight, Tensor) else ()
     if isinstance(weight, QuantizedWeight):
@@ -184,7 +184,7 @@ def decode_config(num_rows: int, weight: QuantizedWeight | Tensor) -> DecodeConf
 
 
 def kind_of(weight: QuantizedWeight | Tensor) -> str:
-    """Return what a file of tile sizes calls the weight: ``int4-128-zeros``, ``plain``."""
+    """Format what a file of tile sizes calls the weight: ``int4-128-zeros``, ``plain``."""
     if not isinstance(weight, QuantizedWeight):
         return "plain"
     group = f"-{weight.group_size}" if weight.has_groups else ""
@@ -192,7 +192,7 @@ def kind_of(weight: QuantizedWeight | Tensor) -> str:
 
 
 def prefill_config(weight: QuantizedWeight) -> PrefillConfig:
-    """Return the tile sizes of the kernel for many rows of this weight.
+    """Choose the tile sizes of the kernel for many rows of this weight.
 
     They are the same for any number of rows, and so are a row's bits.
     """
@@ -213,7 +213,7 @@ def _decode_launch(
     in_features: int,
     config: DecodeConfig,
 ) -> tuple[list[Tensor], list[int], dict[str, Any]]:
-    """Return the arguments of a kernel for few rows.
+    """Collect the arguments of a kernel for few rows.
 
     They are tensors down to `out`, numbers down to `stride_out`, constants and options.
     """
@@ -302,12 +302,12 @@ def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
 
 
 def _codes(weight: QuantizedWeight | Tensor) -> Tensor:
-    """Return what the kernels read: bytes, or the plain weight."""
+    """View what the kernels read: bytes, or the plain weight."""
     return weight.codes.view(torch.uint8) if isinstance(weight, QuantizedWeight) else weight
 
 
 def _as_words(x: Tensor) -> Tensor:
-    """Return the same memory in pairs of inputs, which the two codes of a byte meet."""
+    """View the same memory in pairs of inputs, which the two codes of a byte meet."""
     if x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.contiguous()
     return x.view(torch.int32)
@@ -325,7 +325,7 @@ def _counters(device: torch.device) -> Tensor:
 def _check(
     x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> tuple[int, int]:
-    """Return the weight's shape, when everything agrees with it."""
+    """Check that everything agrees with the weight's shape, and return it."""
     if isinstance(weight, QuantizedWeight):
         shape = (weight.out_features, weight.in_features)
         if weight.rotation:

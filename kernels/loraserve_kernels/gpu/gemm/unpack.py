@@ -4,7 +4,7 @@ Device functions for Triton kernels.
 
 Compiled code does it in PTX on 32-bit words, one to three instructions a weight; Triton's own
 conversions take one weight at a time. All of them are exact (NF4's table is rounded to the dtype).
-fp8 is taken apart as bits, so that it needs no hardware that knows it: sm_80 and sm_90 give the
+fp8 is taken apart as bits, so that it needs no hardware that supports it: sm_80 and sm_90 give the
 same bits. In Triton's interpreter (`WIDEN`), which has no PTX, the same numbers are made in
 float32. The tests run the PTX text on every code.
 """
@@ -21,12 +21,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _bits(value: float, dtype: str) -> int:
-    """Return the 16 bits of a number."""
+    """Encode a number in 16 bits."""
     return int(torch.tensor([value], dtype=_DTYPES[dtype]).view(torch.int16)[0]) & 0xFFFF
 
 
 def _pair(value: float, dtype: str) -> str:
-    """Return a number twice in 32 bits."""
+    """Format a number twice in 32 bits."""
     return f"0x{_bits(value, dtype):04X}{_bits(value, dtype):04X}"
 
 
@@ -40,7 +40,7 @@ _OFFSET = {"bf16": 128, "fp16": 1024}
 
 
 def int4_ptx(dtype: str, *, has_zeros: bool) -> str:
-    """Return the PTX that unpacks eight codes of 4 bits.
+    """Write the PTX that unpacks eight codes of 4 bits.
 
     $0, $1: the values of four low nibbles; $2, $3: of the high ones; $4: four bytes; $5, $6:
     `_OFFSET` plus the zeros of the four, negated.
@@ -103,7 +103,7 @@ def nf4_ptx(dtype: str) -> str:
 
 
 def int8_ptx(dtype: str, *, has_zeros: bool) -> str:
-    """Return the PTX that unpacks four codes of 8 bits.
+    """Write the PTX that unpacks four codes of 8 bits.
 
     $0, $1: the values of four bytes; $2: the bytes; $3, $4, with zeros: what is to be added: 128
     less the zeros of the four, in float16 less 1152 more.
@@ -188,7 +188,7 @@ _TABLE = tl.constexpr(tuple(NF4_CODE))
 def unpack_bytes(  # type: ignore[no-untyped-def]
     codes, zeros, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_BF16: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Return the values of int8 or fp8 codes (both as uint8) in bf16 or fp16.
+    """Decode int8 or fp8 codes (both as uint8) to bf16 or fp16.
 
     They are float32 with WIDEN. `zeros`, float32 of codes' shape, is read with HAS_ZEROS.
     """
@@ -225,7 +225,7 @@ def unpack_bytes(  # type: ignore[no-untyped-def]
 def unpack_nibbles(  # type: ignore[no-untyped-def]
     codes, zeros, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_BF16: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Return the values of the low nibbles and of the high ones, in bf16 or fp16.
+    """Decode the low nibbles and the high ones to bf16 or fp16.
 
     They are float32 with WIDEN. `zeros`, float32 of codes' shape, is read with HAS_ZEROS.
     """
@@ -269,7 +269,7 @@ def unpack_nibbles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def zeros_of(words, channels, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the zeros of some channels, [WIDTH, channels] float32, from their words."""
+    """Unpack the zeros of some channels, [WIDTH, channels] float32, from their words."""
     zeros = ((words >> (channels % 4 * 8)) & 0xFF).to(tl.float32)
     return tl.broadcast_to(zeros[None, :], (WIDTH, channels.shape[0]))
 
@@ -285,7 +285,7 @@ def nf4_value(code):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_words(words, IS_BF16: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the low and the high halves of int32 words as bf16 or fp16; float32 with WIDEN."""
+    """Split int32 words into their low and high halves as bf16 or fp16; float32 with WIDEN."""
     if WIDEN:
         if IS_BF16:
             return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)

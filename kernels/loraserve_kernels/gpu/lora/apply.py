@@ -48,7 +48,7 @@ twice as many columns would spill there).
 """
 
 FEW_PARTS = {16: 1, 32: 4}
-"""Most parts of a sum, by block_m, with which expand has narrow tiles."""
+"""Maximum of parts of a sum, by block_m, with which expand has narrow tiles."""
 
 REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
 REPLACE_CHUNK = 1024
@@ -56,12 +56,12 @@ REPLACE_CHUNK = 1024
 
 
 def shrink_config(block_m: int, in_features: int) -> KernelConfig:
-    """Return shrink's tile sizes for rows of a tile and the width of x."""
+    """Choose shrink's tile sizes for rows of a tile and the width of x."""
     return tuned("shrink", f"{in_features}/{block_m}", SHRINK_CONFIGS[block_m])
 
 
 def expand_config(block_m: int, split: int, y_dtype: torch.dtype, widths: Sequence[int] = ()) -> KernelConfig:
-    """Return expand's tile sizes for rows of a tile, parts of a sum, the dtype and slices of y."""
+    """Choose expand's tile sizes for rows of a tile, parts of a sum, the dtype and slices of y."""
     is_narrow = y_dtype == torch.float32 or split <= FEW_PARTS[block_m]
     config = (NARROW_EXPAND_CONFIGS if is_narrow else EXPAND_CONFIGS)[block_m]
     name = "fp32" if y_dtype == torch.float32 else "16"

@@ -4,11 +4,11 @@ One launch does all slices of a site. A Triton kernel.
 
 A fixed grid of programs takes (row tile, chunk of columns) pairs until the device-side count is
 reached. Only rows of the permutation are read or written; where an adapter lacks a slice's module,
-the slice's columns aren't either. Where it has a δ, what the columns hold beside the bias is
+the slice's columns aren't either. Where it has a δ, what the columns hold apart from the bias is
 multiplied by 1 + δ before they are written; where it has a shift, that is added last.
 
-Adapters stored in 16 bits and in int8 share a launch: a row tile says which its adapter is, and the
-program takes one of two loops.
+Adapters stored in 16 bits and in int8 share a launch: a row tile marks which its adapter is, and
+the program takes one of two loops.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         # an adapter without this slice's module has no row here
         is_row = offs_m < tl.where(num_items > 0, num_rows, 0)
         rows = tl.load(plan_ptr + PERM_AT + row0 + offs_m, mask=is_row, other=0).to(tl.int64)
-        # a row of the pool goes on with zeros up to a multiple of 16, so that this mask is the same
-        # for 16 neighbours
+        # a row of the pool is padded with zeros up to a multiple of 16, so that this mask is the
+        # same for 16 neighbours
         is_stored = offs_n < tl.multiple_of((width + 15) // 16 * 16 - first_column, 16)
         h_ptr = scratch_ptr + first_item.to(tl.int64) * (SPLIT_K * BLOCK_M * 16)
         record_ptr = records_ptr + first_tile.to(tl.int64) * stride_tile
@@ -136,7 +136,7 @@ def add_products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice.
+    """Add a row tile's shrunk sums times B, for some columns of one slice, to acc.
 
     δ and the shift are the caller's.
     """

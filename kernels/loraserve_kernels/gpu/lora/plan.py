@@ -1,7 +1,7 @@
 """Mapping from a step's rows to adapters as the GPU's kernels read it.
 
 It is one buffer at one address, filled once a step for all layers. The buffer is int32. Its first
-`HEADER` numbers say, for each site in turn, how many work items there are, where they start, how
+`HEADER` numbers hold, for each site in turn, how many work items there are, where they start, how
 many row tiles there are and where they start (in elements of the buffer), and from `REPLACED_AT`
 on, for each site, how many pieces of work there are on rows that adapters have in the place of the
 base's; kernels read the counts there, so one captured CUDA graph serves every mix of adapters,
@@ -16,10 +16,11 @@ out; then the same of the sampled rows, where the head has adapters. Then, packe
 
 At the head and the embedding, which have one slice, the third's words speak of replaced rows.
 Sixteen of them for one row tile are a piece of work; those of an adapter's row tiles stand in turn,
-so that programs beside one another read the same rows. The first of these row tiles has the group's
-first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0 counts in
-the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves
-its sums at place i of `scratch`, so a row tile finds a slice's sums one after the other.
+so that programs next to one another read the same rows. The first of these row tiles has the
+group's first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0
+counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a
+site leaves its sums at place i of `scratch`, so a row tile finds a slice's sums one after the
+other.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ Rows = npt.NDArray[np.int32]
 
 
 def split_k(site: str, in_features: int) -> int:
-    """Return into how many parts shrink cuts a row's sum.
+    """Decide into how many parts shrink cuts a row's sum.
 
     It is fixed by the sum's length, never by the batch, so a row's bits don't depend on what shares
     its step.
@@ -92,7 +93,7 @@ class GpuLoraPlan:
     def __init__(self, pool: PagedPool, *, max_num_tokens: int, max_work_items: int, block_m: int = 16) -> None:
         """Allocate buffers for the largest step in the host's memory and on the pool's device.
 
-        The host's are pinned beside a GPU.
+        The host's are pinned where there is a GPU.
 
         Args:
             pool: kept for the plan's life.
@@ -238,7 +239,7 @@ class GpuLoraPlan:
 
 
 def _tiles_of_rows(row_slots: Rows, block_m: int) -> tuple[Rows, Rows, Rows, Rows]:
-    """Return rows sorted by adapter, base rows left out, and the tiles that they make.
+    """Sort rows by adapter, base rows left out, and cut them into tiles.
 
     Of each tile: where it starts among them, how many rows it has, the slot of its adapter.
     """

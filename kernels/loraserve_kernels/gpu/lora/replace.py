@@ -152,8 +152,8 @@ def replace_embedding_kernel(  # type: ignore[no-untyped-def]
         multiplier = tl.load(record_ptrs + MULTIPLIERS, mask=is_there, other=0).to(tl.float32, bitcast=True)
         start_n = work % num_chunks * CHUNK_N
         for n in range(start_n, tl.minimum(start_n + CHUNK_N, N), BLOCK_N):
-            # a row of the pool goes on with zeros up to a multiple of 16, so that this mask is the
-            # same for 16 neighbours
+            # a row of the pool is padded with zeros up to a multiple of 16, so that this mask is
+            # the same for 16 neighbours
             is_stored = is_there[:, None] & (n + offs_n < tl.multiple_of((N + 15) // 16 * 16, 16))[None, :]
             if kind == 0:
                 starts = tl.multiple_of(units * (UNIT_BITS // weights_ptr.dtype.element_ty.primitive_bitwidth), 16)

@@ -7,7 +7,7 @@ A fixed grid of programs takes work items until the device-side count is reached
 first, and the order of additions depends on K alone. All sixteen columns of a row are written, zero
 where there is no rank, so that expand reads them without masks.
 
-Adapters stored in 16 bits and in int8 share a launch. A work item says which its adapter is, and
+Adapters stored in 16 bits and in int8 share a launch. A work item marks which its adapter is, and
 the program takes one of two loops.
 """
 
@@ -97,7 +97,7 @@ def products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus some rows of x times sixteen rows of the pool, between two columns."""
+    """Add some rows of x times sixteen rows of the pool, between two columns, to acc."""
     offs_k = tl.arange(0, BLOCK_K)
     starts = tl.multiple_of(units * (UNIT_BITS // pool_ptr.dtype.element_ty.primitive_bitwidth), 16)
     a_ptrs = pool_ptr + starts[None, :] + offs_k[:, None]
@@ -106,7 +106,7 @@ def products(  # type: ignore[no-untyped-def]
             x = tl.load(x_ptrs + k, mask=is_row[:, None], other=0.0)
             a = tl.load(a_ptrs + k, mask=is_rank[None, :], other=0)
         else:
-            # a row of the pool goes on with zeros up to a multiple of 16, not of BLOCK_K
+            # a row of the pool is padded with zeros up to a multiple of 16, not of BLOCK_K
             is_stored = k + offs_k < tl.multiple_of((K + 15) // 16 * 16, 16)
             x = tl.load(x_ptrs + k, mask=is_row[:, None] & (k + offs_k < K)[None, :], other=0.0)
             a = tl.load(a_ptrs + k, mask=is_rank[None, :] & is_stored[:, None], other=0)

@@ -63,7 +63,7 @@ REPLACED_WORK, REPLACED_GROUP = (FIRST_SLICE + 2 * SLICE_WORDS + word for word i
 1 for int8 and 0 otherwise, at `NUM_REPLACED` how many rows of the base's weight it replaces; then,
 for up to three slices, four words each.
 
-`HAS_ENDING` says whether the slice has a δ or a shift at any layer. The sites whose rows can be
+`HAS_ENDING` is whether the slice has a δ or a shift at any layer. The sites whose rows can be
 replaced have one slice: in the words of a second and a third, which they lack, stand the first tile
 of the rows' records and, in a plan, their first piece of work and how many row tiles share it.
 """
@@ -112,7 +112,7 @@ class AdapterPages:
 
 
 def shapes_of(module_shapes: ModuleShapes) -> tuple[tuple[int, int], ...]:
-    """Return the base's (out_features, in_features) in the order of `MODULES`.
+    """List the base's (out_features, in_features) in the order of `MODULES`.
 
     Zeros stand for what it lacks.
     """
@@ -120,7 +120,7 @@ def shapes_of(module_shapes: ModuleShapes) -> tuple[tuple[int, int], ...]:
 
 
 def tiles_of_sites(sites: npt.NDArray[np.int32], num_layers: int) -> list[tuple[str, int, int]]:
-    """Return (module, first tile, tiles) of an adapter, from its words for each site.
+    """List (module, first tile, tiles) of an adapter, from its words for each site.
 
     The tiles are those of its ranks and those of its replaced rows.
     """

@@ -212,7 +212,7 @@ def _write_rows(pages: Tensor, runs: Runs, rows: Tensor, dtype: torch.dtype) -> 
 
 
 def _starts_of(runs: Runs, width: int, dtype: torch.dtype) -> npt.NDArray[np.int64]:
-    """Return the start of each row, in bytes."""
+    """Compute the start of each row, in bytes."""
     num_bytes = row_num_bytes(width, dtype)
     return np.concatenate(
         [np.zeros(0, dtype=np.int64), *(start + num_bytes * np.arange(count) for start, count in runs)]
@@ -220,7 +220,7 @@ def _starts_of(runs: Runs, width: int, dtype: torch.dtype) -> npt.NDArray[np.int
 
 
 def _copy_rows(pages: Tensor, runs: Runs, rows: Tensor, first: int, dtype: torch.dtype) -> None:
-    """Copy rows, the first of which is so many behind the first that was placed."""
+    """Copy rows; the first of them is number `first` of the placed ones."""
     flat, num_bytes, end = pages.view(-1), row_num_bytes(rows.shape[1], dtype), first + rows.shape[0]
     before = 0
     for start, count in runs:

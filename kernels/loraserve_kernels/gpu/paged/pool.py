@@ -76,7 +76,7 @@ class PagedPool:
     Attributes:
         dtype: the 16-bit dtype that kernels multiply in. Adapters are stored in it or in int8,
             mixed.
-        pages: whose pages adapters lie in: the pool's own, unless its owner says otherwise while it
+        pages: whose pages adapters lie in: the pool's own, unless its owner overrides it while it
             is empty.
         data: [num_pages * page_num_bytes] uint8, on the device.
         weights, codes, deltas: `data` as numbers of `dtype`, as int8, as float32.
@@ -109,7 +109,7 @@ class PagedPool:
                 None: memory of its own.
 
         Raises:
-            TensorMismatch: kernels can't address so many pages, or such ones, or multiply in this
+            TensorMismatch: kernels can't address that many pages, or such ones, or multiply in this
                 dtype; or `data` is of another size.
         """
         if dtype not in COMPUTE_DTYPES:
@@ -151,7 +151,7 @@ class PagedPool:
         return len(self.sites)
 
     def can_load(self, num_pages: int, num_tiles: int, leaving: Iterable[int] = ()) -> bool:
-        """Return whether `load` has room for an adapter of so many pages and tiles.
+        """Check whether `load` has room for an adapter of that many pages and tiles.
 
         The slots in `leaving` count as unloaded.
         """
@@ -192,7 +192,7 @@ class PagedPool:
         slot, pages = self._free_slots.pop(), self.pages.allocate_pages(num_pages)
         self._tile_is_used[tiles] = True
         self._loaded[slot] = (pages, tiles)
-        # a unit of no page stands behind the last, and is what it says itself: 0, or the id of a
+        # a unit of no page stands behind the last, and stands for itself: 0, or the id of a
         # replaced row
         first_units = np.array([*pages, 0], dtype=np.int32) * np.int32(page_num_bytes // UNIT_BYTES)
         adapter.records.numpy()[..., :NUM_UNITS] = first_units[adapter.unit_pages] + adapter.units_in_page
@@ -220,7 +220,7 @@ class PagedPool:
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:
-    """Return pages that follow one another in the pool, each run as (first, how many).
+    """Group pages that follow one another in the pool into runs, each as (first, how many).
 
     One copy takes a whole run.
     """

@@ -35,7 +35,7 @@ NUM_WARPS = 4
 
 
 def norm_config(hidden_size: int) -> tuple[int, int]:
-    """Return (block, num_warps) of `add_rms_norm`.
+    """Choose (block, num_warps) of `add_rms_norm`.
 
     A thread has at most 32 elements, 16 up to a size of 8192.
     """
@@ -44,7 +44,7 @@ def norm_config(hidden_size: int) -> tuple[int, int]:
 
 
 def heads_config(head_dim: int, num_heads: int) -> tuple[int, int]:
-    """Return (block_heads, block_half) of `rotate_and_store` for so many heads.
+    """Choose (block_heads, block_half) of `rotate_and_store` for that many heads.
 
     Query, key and value heads count; each of 128 threads has 16 bytes of each half.
     """

@@ -32,7 +32,7 @@ def _sums(  # type: ignore[no-untyped-def]
     keys, weights, row_ptr, size, temperature, top, key1, key2, key3, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return how many tokens, or how much mass, have these keys or higher ones.
+    """Count the tokens, or sum the mass, that have these keys or higher ones.
 
     They are the given tokens or, with IS_WHOLE, the row's.
     """
@@ -71,7 +71,7 @@ def _passing(  # type: ignore[no-untyped-def]
     keys, weights, row_ptr, size, temperature, top, low, target, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the highest key at which the sum passes the target, and the sum above it.
+    """Find the highest key at which the sum passes the target, and the sum above it.
 
     The sum is over the key and all above; the sum from `low` on does pass.
     """
@@ -101,7 +101,7 @@ def _choose(  # type: ignore[no-untyped-def]
     keys, weights, row_ptr, size, temperature, top, lowest, floor, top_k, top_p, mass, bits, vocab_size,
     IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the key of the token to take, and its rank among those that share it.
+    """Choose the key of the token to take, and its rank among those that share it.
 
     Args:
         lowest: all tokens have it or a higher one.
@@ -205,7 +205,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
                 False,
                 MAX_CANDIDATES,
             )
-            # candidates stand in no order: the id that has so many before it
+            # candidates stand in no order: the id that has that many before it
             ids = tl.where(keys == key, ids, NO_TOKEN)
             low = tl.full((), -1, tl.int32)
             high = tl.max(tl.where(keys == key, ids, -1), axis=0)

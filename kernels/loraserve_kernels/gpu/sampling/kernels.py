@@ -118,7 +118,7 @@ def pick_kernel(  # type: ignore[no-untyped-def]
             groups = tl.arange(0, BLOCK_GROUPS)
             group_tops = tl.load(group_tops_ptr + row * num_groups + groups, mask=groups < num_groups, other=0.0)
             keys = tl.where(groups < num_groups, key_of(group_tops), 0)
-            # bit by bit, the largest key that so many groups reach
+            # bit by bit, the largest key that `wanted` groups reach
             key = tl.full((), 0, tl.uint32)
             bit = tl.full((), 0x80000000, tl.uint32)
             for _ in range(32):

@@ -43,7 +43,7 @@ class MaskRows:
         self.max_num_seqs, self.num_words = max_num_seqs, -(-vocab_size // 32)
         pinned = device.type == "cuda"
         shape = (max_num_seqs, self.num_words + 1)
-        # the last column says whether the row has a mask: one copy sends both
+        # the last column is whether the row has a mask: one copy sends both
         self._rows = torch.zeros(shape, dtype=torch.int32, device=device)
         self.words, self.is_masked = self._rows[:, :-1], self._rows[:, -1]
         self._staged = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
@@ -75,7 +75,7 @@ class MaskRows:
 
 
 def allowed_logits(logits: Tensor, rows: MaskRows) -> Tensor:
-    """Return the logits with `LOWEST` for tokens that masks don't allow, [num_rows, vocab_size].
+    """Mask logits with `LOWEST` for tokens that masks don't allow, [num_rows, vocab_size].
 
     A logit that isn't finite stays, so that its row is still found out. One launch; no
     synchronisation.

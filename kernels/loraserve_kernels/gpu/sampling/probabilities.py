@@ -35,7 +35,7 @@ def way_of(temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-de
 
 @triton.jit
 def key_of(x):  # type: ignore[no-untyped-def]
-    """Return the float's place in the order of floats, uint32, above 0.
+    """Convert the float to its rank in the order of floats, uint32, above 0.
 
     Both zeros have one place.
     """
@@ -66,7 +66,7 @@ def weight_of(s, top):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def floor_of(top, depth):  # type: ignore[no-untyped-def]
-    """Return the smallest float32 that isn't below ``top - depth``; `depth` is float64."""
+    """Find the smallest float32 that isn't below ``top - depth``; `depth` is float64."""
     exact = top.to(tl.float64) - depth
     near = exact.to(tl.float32)
     return tl.where(near.to(tl.float64) < exact, float_of(key_of(near) + 1), near)
@@ -74,7 +74,7 @@ def floor_of(top, depth):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def random_bits(seed, position):  # type: ignore[no-untyped-def]
-    """Return 64 random bits of an int64 seed and position.
+    """Generate 64 random bits of an int64 seed and position.
 
     The upper 53 are the digits of a number in [0, 1). Source: SplitMix64 (Steele, Lea, Flood 2014),
     seeded by the seed and stepped to the position.
@@ -90,12 +90,12 @@ def random_bits(seed, position):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def share_of(bits, mass):  # type: ignore[no-untyped-def]
-    """Return the random number times an int64 mass, rounded down: below the mass."""
+    """Multiply the random number by an int64 mass, rounded down: below the mass."""
     return tl.umulhi((bits >> 11) << 11, mass.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
 def kept_of(top_p, mass):  # type: ignore[no-untyped-def]
-    """Return the mass that top-p keeps at least."""
+    """Compute the mass that top-p keeps at least."""
     kept = tl.ceil(mass.to(tl.float64) * top_p).to(tl.int64)
     return tl.minimum(tl.maximum(kept, 1), mass)

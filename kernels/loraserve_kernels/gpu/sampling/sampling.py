@@ -185,7 +185,7 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log probability of each row's token, and of its k likeliest tokens.
+    """Compute the log probability of each row's token, and of its k likeliest tokens.
 
     They are [num_rows] and [num_rows, k]; the latter's ids are [num_rows, k] int64, best first.
     Natural logarithms of the raw distribution, float32. No synchronisation; allocates, as torch's

@@ -23,8 +23,8 @@ CHUNK = 4096
 """Tokens that a program of `scan` or `weigh` reads."""
 
 NUM_CANDIDATES = 1024
-"""Top-p looks among at least so many of the likeliest tokens first, and among all only where these
-don't hold the mass that it asks for.
+"""Top-p looks among at least that many of the likeliest tokens first, and among all only where
+these don't hold the mass that it needs.
 """
 
 MAX_CANDIDATES = 4096
@@ -70,7 +70,7 @@ class SamplingRows:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         """Allocate for steps of up to `max_num_seqs` rows, on the device and for the host.
 
-        The host's memory is pinned beside a GPU.
+        The host's memory is pinned where there is a GPU.
         """
         self.num_rows = 0
         self.is_greedy = True
@@ -122,7 +122,7 @@ class SamplingRows:
         self.is_greedy = not drawn.any()
 
     def scratch(self, vocab_size: int) -> SamplingScratch:
-        """Return the kernels' memory, allocated at its first use for logits of this width."""
+        """Provide the kernels' memory, allocated at its first use for logits of this width."""
         if self._scratch is None or self._scratch.vocab_size != vocab_size:
             self._scratch = SamplingScratch(self.max_num_seqs, vocab_size, self.device)
         return self._scratch
@@ -156,7 +156,7 @@ class SamplingScratch:
 
 
 def group_size(vocab_size: int) -> int:
-    """Return the number of neighbours whose largest logit stands for them.
+    """Choose the number of neighbours whose largest logit stands for them.
 
     They are few enough that there are more groups than candidates, wherever there are that many
     tokens.

@@ -21,7 +21,7 @@ class Answer(ABC):
 
     @abstractmethod
     def headers(self, first: Chunk | None) -> dict[str, str]:
-        """Return the response's headers, given the first chunk of any choice.
+        """Build the response's headers, given the first chunk of any choice.
 
         None: a stream begins before it, and what answers isn't certain yet.
         """
@@ -35,7 +35,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self) -> Any:
-        """Return the whole answer, as JSON has it."""
+        """Build the whole answer, as JSON has it."""
 
 
 class StreamableAnswer(Answer):
@@ -45,7 +45,7 @@ class StreamableAnswer(Answer):
     `closing`.
 
     Attributes:
-        is_stream: whether the request asks for a stream.
+        is_stream: whether the request is for a stream.
         ending: bytes after the last event of a stream, whatever ended it.
     """
 
@@ -53,17 +53,17 @@ class StreamableAnswer(Answer):
     ending: bytes = DONE
 
     def opening(self) -> bytes:
-        """Return the events before the first chunk's."""
+        """Encode the events before the first chunk's."""
         return b""
 
     @abstractmethod
     def render(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk of choice ``index``; empty if it adds nothing."""
+        """Encode the events of a chunk of choice ``index``; empty if it adds nothing."""
 
     async def closing(self) -> bytes:
-        """Return the events after the last chunk's."""
+        """Encode the events after the last chunk's."""
         return b""
 
     def failure(self, error: LoraserveError) -> bytes:
-        """Return the events of an error that ends the stream."""
+        """Encode the events of an error that ends the stream."""
         return error_event(error)

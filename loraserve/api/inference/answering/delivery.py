@@ -49,7 +49,7 @@ class Delivery(EventSource):
             generation.read_with(self._reader)
 
     async def respond(self) -> Response:
-        """Return the response, once the first chunk has come; a whole answer's, once it is there.
+        """Build the response, once the first chunk has come; a whole answer's, once it is there.
 
         A stream begins after `Limits.silent_stream_s` in any case.
 
@@ -73,7 +73,7 @@ class Delivery(EventSource):
             raise
 
     async def _first_of_stream(self) -> Chunk | None:
-        """Return the first chunk; None if it takes so long that the stream begins without it."""
+        """Wait for the first chunk; None if it takes so long that the stream begins without it."""
         self._starting = starting = asyncio.ensure_future(self._generation.start())
         await while_connected(self._request, _wait(starting, self._silent_s))
         return starting.result() if starting.done() else None

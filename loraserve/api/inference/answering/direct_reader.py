@@ -44,7 +44,7 @@ class DirectReader:
         self.note = _unchanged
 
     def is_ready(self) -> bool:
-        """Return whether the connection takes a piece at once."""
+        """Check whether the connection takes a piece at once."""
         return self._pieces is not None and self._pieces.is_free()
 
     def take(self, chunk: Chunk) -> None:

@@ -47,15 +47,15 @@ class Generation:
     """The chunks of several engine requests as they come, each with its choice's index.
 
     `start` first, then iterate; `close` always (in a ``finally``): it aborts what still runs, and
-    returns once the engine was told.
+    returns once the engine was notified.
 
     Args:
-        target: told when the adapter can't answer; where it has a fallback, that answers in the
+        target: notified when the adapter can't answer; where it has a fallback, that answers in the
             adapter's place.
-        is_scoring: only the prompts' log probabilities are wanted: the one token that the engine
+        is_scoring: only the prompts' log probabilities are needed: the one token that the engine
             makes is left out.
         cache: answers that were kept, which are given in place of the engine's, or a place to keep
-            those; None: the request doesn't ask for it.
+            those; None: the request doesn't set it.
         max_live: requests that are in the engine at once; None: all.
     """
 
@@ -95,7 +95,7 @@ class Generation:
         """
 
     async def start(self) -> Chunk:
-        """Return the first chunk of any choice, which iterating gives again.
+        """Start generating; return the first chunk of any choice, which iterating gives again.
 
         An error before it can still be answered with a status.
 
@@ -112,7 +112,7 @@ class Generation:
             try:
                 first = await self._begin()
             except AdapterUnavailable as second:
-                # what was asked for is what its owner can do something about
+                # its owner can do something about what was requested
                 raise error from second
         if self._target is not None and self._target.has_fallen_back:
             self._services.metrics.fallbacks.labels(self._target.reason).inc()
@@ -161,11 +161,11 @@ class Generation:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers that say whether the answer was kept before; none if nothing was asked for."""
+        """Headers on whether the answer was kept before; none if the cache wasn't requested."""
         return {} if self._cache is None else self._cache.headers
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which renders the whole answer.
+        """Run `work`, which renders the whole answer, to its result.
 
         Many log probabilities take long, and so are a thread's.
         """
@@ -188,7 +188,7 @@ class Generation:
         if self._reader is not None:
             self._reader.end()
         if self._only is not None:
-            # nothing in it waits: the engine is told in this turn of the event loop
+            # nothing in it waits: the engine is notified in this turn of the event loop
             await self._only.aclose()
         for task in self._tasks:
             task.cancel()
@@ -238,7 +238,7 @@ class Generation:
         return self._explained(error, self._requests[index])
 
     def _report_numerics(self, request: GenerateRequest) -> None:
-        """Report one numeric failure for the whole request: its choices ask the same question."""
+        """Report one numeric failure for the whole request: its choices pose the same question."""
         if request.adapter is not None and not self._has_reported_numerics:
             self._has_reported_numerics = True
             self._services.registry.numeric_failures.report(request.tenant, request.adapter)
@@ -357,7 +357,7 @@ class Generation:
                 metrics.pooled_inputs.labels(kind, reason).inc()
 
     def _explained(self, error: Exception, request: GenerateRequest) -> Exception:
-        """Return the error to show the client.
+        """Choose the error to show the client.
 
         A sum that can't be composed of sound parts is the request's fault.
         """
@@ -365,7 +365,7 @@ class Generation:
             return error
         if not isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
             return error
-        # The engine knows digests, not names.
+        # The engine has digests, not names.
         name_of = label if self._target is None else self._target.label
         short = {part.adapter.digest[:12]: name_of(part.adapter) for part in request.adapter.parts}
         named = [f"{digest}… is {name}." for digest, name in short.items() if digest in error.message]
@@ -379,12 +379,12 @@ def _without_token(chunk: Chunk) -> Chunk:
 
 
 def finish_reason(chunk: Chunk) -> str | None:
-    """OpenAI's word: ``stop`` or ``length``; None while the choice goes on."""
+    """OpenAI's word: ``stop`` or ``length``; None while the choice continues."""
     return None if chunk.finish_reason is None else FinishReason(chunk.finish_reason).value
 
 
 def _num_candidates(request: GenerateRequest) -> int:
-    """Return how many log probabilities the request's choice has at most."""
+    """Count the log probabilities that the request's choice has at most."""
     params = request.params
     num_prompt = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
     return num_prompt + (0 if params.logprobs is None else params.max_tokens * (1 + params.logprobs))

@@ -86,7 +86,7 @@ class RequestUsage:
         self._prices: dict[str, Price] = {}
         """Prices by digest (the base: empty) of every adapter that may answer.
 
-        They are read before the engine is asked: counting can't fail.
+        They are read before the engine is called: counting can't fail.
         """
         if table is not None:
             for adapter in context.target.candidates:
@@ -120,7 +120,7 @@ class RequestUsage:
         self._last = index
         self._is_replayed |= chunk.is_replayed
         self._has_ended |= chunk.finish_reason is not None
-        # the first choice of a prompt says it: later ones find what that one computed, and the
+        # the first choice of a prompt has it: later ones find what that one computed, and the
         # prompt is billed with it
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
@@ -157,7 +157,7 @@ class RequestUsage:
         self._is_closed = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the answer's ``usage`` so far, with its cost where the tenant has prices."""
+        """Build the answer's ``usage`` so far, with its cost where the tenant has prices."""
         prompt_tokens, cached_tokens = sum(self._lengths), sum(self._cached.values())
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
@@ -244,7 +244,7 @@ class RequestUsage:
         return self._admitted.collected or self._context.services.usage
 
     def _price(self) -> Price | None:
-        """Return the price of the adapter that answers now; None: the tenant has no prices.
+        """Look up the price of the adapter that answers now; None: the tenant has no prices.
 
         Of an answer that was kept, every token has the price of a cached one.
         """
@@ -259,7 +259,7 @@ def _digest(adapter: AdapterRef | None) -> str:
 
 
 def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, granted: Sequence[str]) -> Price:
-    """Return the price of the adapter, as the tenant calls it.
+    """Look up the price of the adapter, as the tenant calls it.
 
     A sum has its dearest part's, so that it is no way around a price.
 
@@ -279,7 +279,7 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
 
 
 def _name(adapter: AdapterRef | None) -> str:
-    """Return the adapter's name in usage.
+    """Choose the adapter's name in usage.
 
     Ephemeral ones share a name: each would leave rows behind. A sum's is without its weights: each
     client's would be a row of their own.
@@ -293,5 +293,5 @@ def _name(adapter: AdapterRef | None) -> str:
     name = "+".join(label(part.adapter) for part in adapter.parts)
     if len(name) <= _MAX_LABEL:
         return name
-    # cut short, it is told apart from others that begin alike by what identifies it
+    # cut short, what identifies it distinguishes it from others that begin alike
     return f"{name[: _MAX_LABEL - 17]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"

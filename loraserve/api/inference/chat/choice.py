@@ -42,7 +42,7 @@ class ChatChoice:
         token_ids, logprobs: those of the chunks that `add` took.
         prompt_logprobs: log probabilities of the prompt's tokens, as far as they came.
         num_reasoning_tokens: tokens up to the last piece of reasoning.
-        finish_reason: why it ended; None while it goes on.
+        finish_reason: why it ended; None while it continues.
         stop_reason: stop string or token that ended it, or ``timeout``.
     """
 
@@ -85,7 +85,7 @@ class ChatChoice:
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
 
     def read(self, chunk: Chunk) -> Sequence[Delta]:
-        """Return what the chunk adds to the answer; the calls that it begins are in `calls`."""
+        """Read what the chunk adds to the answer; the calls that it begins are in `calls`."""
         deltas = self._deltas(chunk)
         self._num_undecided_tokens += len(chunk.token_ids)
         for delta in deltas:
@@ -94,7 +94,7 @@ class ChatChoice:
         return deltas
 
     def logprobs_of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the log probabilities of the chunk's tokens; empty if none were asked for."""
+        """Format the log probabilities of the chunk's tokens; empty if none were requested."""
         if not self._body.logprobs or not chunk.logprobs:
             return []
         return chat_logprobs(

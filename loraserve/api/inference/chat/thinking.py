@@ -43,7 +43,7 @@ class ThinkingSettings:
         self._read_think(body.think)
 
     def variables(self, chat_format: ChatFormat) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the variables for the template, and the fields that it can't follow.
+        """Choose the variables for the template, and the fields that it can't follow.
 
         Args:
             chat_format: of the bound version.
@@ -63,14 +63,14 @@ class ThinkingSettings:
         return found, tuple(ignored)
 
     def _unheard_of_thinking(self, chat_format: ChatFormat, *, has_switch: bool) -> list[str]:
-        """Return the fields of `thinking` that change nothing; `thinking` itself if none does."""
+        """List the fields of `thinking` that change nothing; `thinking` itself if none does."""
         followed = {"type": has_switch, "budget_tokens": self.budget(chat_format) is not None}
         if not any(followed.values()):
             return ["thinking"]
         return [f"thinking.{name}" for name in self._thinking if not followed.get(name)]
 
     def budget(self, chat_format: ChatFormat) -> int | None:
-        """Return the bound on the answer's reasoning; None: there is none, or it can't be kept.
+        """Choose the bound on the answer's reasoning; None: there is none, or it can't be kept.
 
         Args:
             chat_format: of the bound version.

@@ -18,7 +18,7 @@ _MODES = ("none", "auto", "required")
 def read_tools(
     value: object, chat_format: ChatFormat, *, choice: object = None, is_parallel: bool = True
 ) -> ToolUse | None:
-    """Return the tools that the model may call; None if it may call none.
+    """Read the tools that the model may call; None if it may call none.
 
     Args:
         value, choice, is_parallel: fields ``tools``, ``tool_choice``, ``parallel_tool_calls``.
@@ -66,7 +66,7 @@ def _check_format(chat_format: ChatFormat) -> None:
 
 
 def _read_shown(value: object) -> list[dict[str, Any]]:
-    """Return the tools as they came, each an object with a function."""
+    """Check the tools as they came, each an object with a function."""
     if value is None:
         return []
     if not isinstance(value, list) or len(value) > LIMITS.max_tools:
@@ -109,14 +109,14 @@ def _read_tool(tool: dict[str, Any], param: str) -> Tool:
 
 
 def _shown_function(function: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template gets of a function, in the caller's order."""
+    """Select what the template gets of a function, in the caller's order."""
     shown = {key: value for key, value in function.items() if key != "strict" and value is not None}
     shown.setdefault("parameters", {"type": "object", "properties": {}})
     return shown
 
 
 def _read_choice(choice: object, names: list[str]) -> tuple[str, set[str] | None]:
-    """Return a mode, and the names of the tools that may be called if not all may."""
+    """Read a mode, and the names of the tools that may be called if not all may."""
     if choice is None:
         return "auto", None
     if isinstance(choice, str):

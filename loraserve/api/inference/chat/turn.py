@@ -84,7 +84,7 @@ class ChatPrompt:
         """Check the body in the order that every chat has, and make tokens of its messages.
 
         Args:
-            num_more_bytes: size of what is read beside the request's body.
+            num_more_bytes: size of what is read in addition to the request's body.
             is_bounded: whether the prompt has to fit the context.
 
         Raises:
@@ -165,7 +165,7 @@ class ChatTurn:
         Args:
             prefix: what its id begins with.
             names: a chat's fields that the route calls otherwise, for the ignored ones.
-            num_more_bytes: size of what was read beside the request's body.
+            num_more_bytes: size of what was read in addition to the request's body.
 
         Raises:
             LoraserveError: as `ChatPrompt.read`.
@@ -208,7 +208,7 @@ class ChatTurn:
         return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted), sampling)
 
     async def respond(self, request: Request, answer: StreamableAnswer) -> Response:
-        """Return the response that the answer makes of the turn.
+        """Deliver the response that the answer makes of the turn.
 
         Raises:
             LoraserveError: it failed before the first byte of the answer.

@@ -1,4 +1,4 @@
-"""Codes of tiles that memory is asked for before they're multiplied."""
+"""Codes of tiles that are prefetched before they're multiplied."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from loraserve_kernels.cpu.vector_code import LINE_BYTES, prefetch
 
 
 class CodesAhead:
-    """Codes that are asked for while others are multiplied.
+    """Codes that are prefetched while others are multiplied.
 
     They are those that a pass over a tile reads next. With several passes they are those of the
-    tile that the thread takes next, of which each pass asks for its part: else the first pass would
-    wait for memory, and memory for the others.
+    tile that the thread takes next, of which each pass prefetches its part: else the first pass
+    would wait for memory, and memory for the others.
 
     The processor's own prefetchers stop at each page, and a tile has few.
 
     Args:
         values: of a product: the argument block, the tile and the row; the tile that comes next,
-            which part of it is asked for, and of how many. Of one, it is what is read next.
+            which part of it is prefetched, and of how many. Of one, it is what is read next.
         step_bytes: codes that are read between two calls of `ask`.
         is_once: they aren't read again, so they needn't drive others out of the caches.
     """
@@ -41,7 +41,7 @@ class CodesAhead:
         self._step = builder.udiv(writer.const(step_bytes), num_parts)
 
     def ask(self) -> None:
-        """Ask for the codes of a step, past the end too; move on by a part of them."""
+        """Prefetch the codes of a step, past the end too; move on by a part of them."""
         writer, builder = self._writer, self._writer.builder
         at = builder.load(self._at)
         for offset in range(0, self._step_bytes, LINE_BYTES):

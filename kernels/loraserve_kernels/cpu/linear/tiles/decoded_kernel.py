@@ -53,7 +53,7 @@ from loraserve_kernels.cpu.linear.tiles.tile_writer import (
 )
 from loraserve_kernels.cpu.simd import LANES
 
-# Kinds of codes, passed as values whose numba types tell them apart.
+# Kinds of codes, passed as values whose numba types distinguish them.
 INT8, INT8_ZEROS, INT4, INT4_ZEROS, NF4, FP8, BF16, F16 = (
     np.int8(0),
     np.uint8(0),
@@ -91,9 +91,9 @@ def _code_bytes(kind: str) -> int:
 
 
 def _decode(writer: TileWriter, kind: str, address: Any, zero: Any) -> list[Any]:
-    """Return the values of one input's codes, or of two inputs', of `LANES` channels.
+    """Decode the codes of one input, or of two inputs, of `LANES` channels.
 
-    They aren't scaled yet.
+    The values aren't scaled yet.
     """
     builder, ints, floats = writer.builder, vector(I32), vector(F32)
     if kind == "bf16":
@@ -221,7 +221,7 @@ _KINDS: dict[str, Any] = {
 
 @functools.cache
 def compiled(name: str) -> Any:
-    """Return the kernel for codes of a kind, compiled or read from numba's cache.
+    """Load the kernel for codes of a kind, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
 

@@ -95,14 +95,14 @@ def _dot(num_rows: int) -> Any:
 
 
 def _load_codes(writer: TileWriter, address: Any) -> Any:
-    """Return `DOT_INPUTS` codes of each of `LANES` channels, as products take them."""
+    """Load `DOT_INPUTS` codes of each of `LANES` channels, as products take them."""
     if HAS_VNNI:
         return writer.load(address, vector(I32))
     return writer.builder.sext(writer.load(address, vector(I8, 2 * LANES)), vector(I16, 2 * LANES))
 
 
 def _add_products(writer: TileWriter, sums: Any, x: Any, codes: Any) -> Any:
-    """Return the sums plus the products of codes and of a row's `DOT_INPUTS` activations in x."""
+    """Add the products of codes and of a row's `DOT_INPUTS` activations in x to the sums."""
     if HAS_VNNI:
         return writer.multiply_fours(sums, x, codes)
     return writer.builder.add(writer.multiply_pairs(codes, writer.builder.bitcast(x, codes.type)), sums)
@@ -115,7 +115,7 @@ _run_dots = tile_loop(_dot(1), _dot(4), _dot(8))
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel for int8 by int8, compiled or read from numba's cache.
+    """Load the kernel for int8 by int8, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -63,7 +63,7 @@ _INPUTS_BIT = 5
 _FOURS = 4
 """Inputs of a channel that stand in four neighbouring bytes."""
 
-# A kind of weight: a tuple of three values, whose numba types tell them apart.
+# A kind of weight: a tuple of three values, whose numba types distinguish them.
 _FORMATS = {"int4": np.int32(0), "int8": np.int8(0)}
 _SCALES = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 _ZEROS = {"none": np.int8(0), "uint8": np.uint8(0), "float32": np.float32(0)}
@@ -89,7 +89,7 @@ class _Weight:
         self.inputs_per_load = 2 * _FOURS if self._is_int4 else _FOURS
 
     def scale(self, address: Any) -> Any:
-        """Return the scales of a vector's channels."""
+        """Load the scales of a vector's channels."""
         writer, builder = self._writer, self._builder
         if self._scales == "float32":
             return writer.load(address, vector(F32), 4)
@@ -99,7 +99,7 @@ class _Weight:
         return builder.bitcast(builder.shl(halves, fill(I32, 16)), vector(F32))
 
     def zero(self, address: Any) -> Any:
-        """Return what `whole` multiplies starts with; None: with nothing."""
+        """Load what `whole` multiplies starts with; None: with nothing."""
         writer, builder = self._writer, self._builder
         has_offset = not self._is_int4 and not HAS_VNNI
         if self._zeros == "none":
@@ -110,7 +110,7 @@ class _Weight:
         return builder.fsub(zero, fill(F32, 128.0)) if has_offset else zero
 
     def whole(self, sums: Any, zero: Any, start: Any) -> Any:
-        """Return ``sum(code · x) + zero · start``.
+        """Compute ``sum(code · x) + zero · start``.
 
         Whole numbers below 2²⁴, and no step rounds, but the last one of a zero in float32.
         """
@@ -126,7 +126,7 @@ class _Weight:
     def sums(
         self, codes: Any, inputs: Sequence[Any], count: Any, codes_ahead: CodesAhead
     ) -> dict[tuple[int, int], Any]:
-        """Return a group's ``sum(code · x)`` by row and vector, in 32 bits.
+        """Compute a group's ``sum(code · x)`` by row and vector, in 32 bits.
 
         Args:
             codes: address of the group's codes of a tile.
@@ -158,7 +158,7 @@ class _Weight:
         return {cell: writer.sum_pairs(one) for cell, one in sums.items()} if is_short else sums
 
     def _weights(self, loaded: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
-        """Return four inputs' codes by vector, for each four of them: unsigned, and as they are."""
+        """Split loaded codes into four inputs' by vector: unsigned, and as they are."""
         writer, builder = self._writer, self._builder
         if self._is_int4:
             low = fill(I32, 0x0F0F0F0F)
@@ -170,7 +170,7 @@ class _Weight:
         return [[(writer.magnitudes(codes), codes) for codes in loaded]]
 
     def _add(self, sums: Any, weights: tuple[Any, Any], x: Any) -> Any:
-        """Return sums plus products with a row's four activations."""
+        """Add products with a row's four activations to the sums."""
         writer = self._writer
         unsigned, codes = weights
         if HAS_VNNI:
@@ -254,7 +254,7 @@ _run_products = tile_loop(_product(1), _product(4), _product(8))
 
 @functools.cache
 def compiled(name: str) -> Any:
-    """Return the kernel for a kind of weight, compiled or read from numba's cache.
+    """Load the kernel for a kind of weight, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
 

@@ -131,7 +131,7 @@ def _group_dot(num_rows: int, scale_bytes: int) -> Any:
 
 
 def _scales(writer: TileWriter, address: Any, scale_bytes: int) -> Any:
-    """Return the scales of a vector's channels, from float32 or bfloat16 in memory."""
+    """Load the scales of a vector's channels, from float32 or bfloat16 in memory."""
     if scale_bytes == 4:
         return writer.load(address, vector(F32), 4)
     halves = writer.builder.zext(writer.load(address, vector(I16), 2), vector(I32))
@@ -146,7 +146,7 @@ _run_half_group_dots = tile_loop(_group_dot(1, 2), _group_dot(4, 2), _group_dot(
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel for int4 by int8, compiled or read from numba's cache.
+    """Load the kernel for int4 by int8, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """
@@ -161,7 +161,7 @@ def compiled() -> Any:
 
 @functools.cache
 def compiled_half() -> Any:
-    """Return the kernel for int4 with scales in bfloat16 by int8, as `compiled` does."""
+    """Load the kernel for int4 with scales in bfloat16 by int8, as `compiled` does."""
     stamp = tile_stamp()
 
     def multiply_int4_half(args):  # type: ignore[no-untyped-def]

@@ -36,6 +36,6 @@ ROWS = 8 if LANES == 16 else 4
 as many as there are registers for their sums.
 """
 PREFETCH_BYTES = 4096
-"""How far ahead of what it multiplies the one pass over a tile asks for codes: memory's latency at
-its bandwidth.
+"""Distance at which the one pass over a tile prefetches codes: memory's latency
+at its bandwidth.
 """

@@ -15,7 +15,7 @@ from loraserve_kernels.cpu.simd import fetch_add, load_int, stamp_with
 
 
 def tile_loop(one: Any, four: Any, eight: Any) -> Any:
-    """Return the loop that claims tiles and multiplies their codes with chunks of rows.
+    """Build the loop that claims tiles and multiplies their codes with chunks of rows.
 
     A chunk has one, four or eight rows. All loops have one name, by which numba resolves machine
     code from its cache: an argument of a type of its own, for each of them and each kind of codes,
@@ -26,7 +26,7 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
     def run(args, kind):  # type: ignore[no-untyped-def]
         num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
         num_items = (num_rows + CHUNK - 1) // CHUNK * num_tiles
-        # where there is time to ask for the next tile, it is claimed early; but neither the first
+        # where there is time to prefetch the next tile, it is claimed early; but neither the first
         # ones nor the last: no thread may wait for another that holds two
         num_early = num_items - num_items // 4 if num_rows > ROWS else 0
         item, is_first = fetch_add(args, 1), True
@@ -40,7 +40,7 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
             num_passes = (end - start + ROWS - 1) // ROWS
             for part in range(num_passes):
                 row = start + part * ROWS
-                # of the first tile nothing has been asked for
+                # of the first tile nothing has been prefetched
                 num_parts = 1 if is_first and part == 0 else num_passes
                 if end - row == 1:
                     one(args, number, row, following, part, num_parts, kind)
@@ -55,5 +55,5 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
 
 
 def tile_stamp() -> int:
-    """Return the stamp of entries that run such a loop; it changes with what they share."""
+    """Hash the stamp of entries that run such a loop; it changes with what they share."""
     return stamp_with(tile.__file__, tile_writer.__file__, codes_ahead.__file__, __file__)

@@ -67,7 +67,7 @@ class TileWriter:
         return self._call(f"llvm.fmuladd.v{LANES}f32", vector(F32), a, b, c)
 
     def look_up(self, table: tuple[float, ...], indices: Any) -> Any:
-        """Return the entries of a table of 16 at the low four bits of a vector of int32."""
+        """Look up the entries of a table of 16 at the low four bits of a vector of int32."""
         builder = self.builder
         if LANES == 16 and "avx512f" in FEATURES:
             return self._call(
@@ -93,7 +93,7 @@ class TileWriter:
         return entries[0]
 
     def multiply_pairs(self, a: Any, b: Any) -> Any:
-        """Return products of int16, each pair of neighbours summed in 32 bits."""
+        """Multiply int16, each pair of neighbouring products summed in 32 bits."""
         builder = self.builder
         if LANES == 16 and "avx512bw" in FEATURES:
             return self._call("llvm.x86.avx512.pmaddw.d.512", vector(I32), a, b)
@@ -107,18 +107,18 @@ class TileWriter:
         return builder.add(*parts)
 
     def multiply_fours(self, sums: Any, a: Any, b: Any) -> Any:
-        """Return the sums plus four products of bytes each, of unsigned a by signed b."""
+        """Add four products of bytes each, of unsigned a by signed b, to the sums."""
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", vector(I32), sums, a, b)
 
     def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
-        """Return the sums plus four products each, of codes of int4 by bytes with a sign."""
+        """Add four products each, of codes of int4 by bytes with a sign, to the sums."""
         if HAS_VNNI:
             return self.multiply_fours(sums, a, b)
         # two products of at most 15 · 128 fit in 16 bits
         return self.builder.add(sums, self.sum_pairs(self.multiply_bytes(a, b)))
 
     def multiply_bytes(self, a: Any, b: Any) -> Any:
-        """Return the sums of two products of bytes each, of unsigned a by signed b, in 16 bits.
+        """Sum two products of bytes each, of unsigned a by signed b, in 16 bits.
 
         They are wrong where 16 bits don't hold them.
         """
@@ -126,16 +126,16 @@ class TileWriter:
         return self._call(name, vector(I16, 2 * LANES), self.as_bytes(a), self.as_bytes(b))
 
     def sum_pairs(self, shorts: Any) -> Any:
-        """Return the sums of neighbours in 16 bits, in 32 bits."""
+        """Sum neighbours in 16 bits, in 32 bits."""
         return self.multiply_pairs(shorts, fill(I16, 1, 2 * LANES))
 
     def magnitudes(self, codes: Any) -> Any:
-        """Return the magnitudes of bytes with a sign, as bytes without one."""
+        """Compute the magnitudes of bytes with a sign, as bytes without one."""
         bytes_ = self.as_bytes(codes)
         return self._call(f"llvm.abs.v{4 * LANES}i8", bytes_.type, bytes_, ir.Constant(ir.IntType(1), 0))
 
     def with_signs(self, a: Any, signs: Any) -> Any:
-        """Return bytes with a sign, negated where those of `signs` are negative.
+        """Negate bytes with a sign where those of `signs` are negative.
 
         Where `signs` is 0 they may be anything; -128 stays -128.
         """
@@ -156,7 +156,7 @@ class TileWriter:
 
 
 def rows_of(writer: TileWriter, row: Any, num_rows: int) -> list[Any]:
-    """Return the numbers of a block's rows.
+    """Compute the numbers of a block's rows.
 
     Beyond the last it's the last again: computed twice, and stored twice.
     """
