@@ -160,7 +160,7 @@ _TOOL_PLACE = re.compile(r"(tools\.\d+)\.function\b")
 
 
 def _chat_tools(tools: object) -> tuple[Any, dict[int, str], bool]:
-    """Convert the tools to a chat's; list what is left out, and find whether one sets what to cache.
+    """Convert the tools to a chat's; list those left out, and find whether one sets what to cache.
 
     Tools that Anthropic's servers run, or that its models were trained on, have a type with a date:
     ``web_search_20250305``.
