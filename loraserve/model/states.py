@@ -14,6 +14,14 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import InvariantViolation
+from loraserve.limits import MIB
+
+GROUP_BYTES = 4 * MIB
+"""Bytes of a layer's states that are computed together, at most.
+
+Each of a recurrence's dozen operations passes over them, so they should stay in a core's cache: 32
+sequences with states of 2 MiB take three times as long in one group as in pairs.
+"""
 
 StateShapes = Mapping[int, tuple[tuple[int, ...], ...]]
 """Layer → the shapes of the tensors, float32, that it keeps of a sequence."""
@@ -21,7 +29,11 @@ StateShapes = Mapping[int, tuple[tuple[int, ...], ...]]
 
 def state_bytes(shapes: StateShapes) -> int:
     """Return the bytes of a slot: two states of all layers."""
-    return 2 * sum(4 * torch.Size(shape).numel() for every in shapes.values() for shape in every)
+    return 2 * sum(_layer_bytes(every) for every in shapes.values())
+
+
+def _layer_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(4 * torch.Size(shape).numel() for shape in shapes)
 
 
 class RecurrentStates:
@@ -32,12 +44,15 @@ class RecurrentStates:
     Attributes:
         num_slots: sequences.
         num_bytes: of all tensors.
+        group_size: sequences whose states are computed together, at most.
     """
 
     def __init__(self, shapes: StateShapes, num_slots: int) -> None:
         self.num_slots, self.num_bytes = num_slots, num_slots * state_bytes(shapes)
+        self.group_size = max(1, GROUP_BYTES // max(map(_layer_bytes, shapes.values())))
+        # all slots' first states, then their second
         self._tensors = {
-            layer: tuple(torch.empty(2, num_slots, *shape) for shape in every) for layer, every in shapes.items()
+            layer: tuple(torch.empty(2 * num_slots, *shape) for shape in every) for layer, every in shapes.items()
         }
         # by slot: which of the two is newer, and the tokens that each of them has seen
         self._newer = [0] * num_slots
@@ -105,20 +120,43 @@ class StepStates:
         for turn in turns:
             states.begin(turn)
 
-    def read(self, layer: int, number: int) -> tuple[Tensor, ...] | None:
-        """Return copies of what a sequence's tokens before left at a layer; None at its first."""
-        turn = self._turns[number]
-        if turn.read is None:
-            return None
-        return tuple(tensor[turn.read, turn.slot].clone() for tensor in self._tensors[layer])
+    def group(self, numbers: Sequence[int]) -> GroupStates:
+        """Return the states of some sequences, which are computed together.
 
-    def write(self, layer: int, number: int, state: Sequence[Tensor]) -> None:
-        """Keep what its tokens of this step leave."""
-        turn = self._turns[number]
-        for tensor, part in zip(self._tensors[layer], state, strict=True):
-            tensor[turn.write, turn.slot].copy_(part)
+        Raises:
+            InvariantViolation: only some of them have a state before the step.
+        """
+        turns, num_slots = [self._turns[number] for number in numbers], self._states.num_slots
+        read = [turn.read * num_slots + turn.slot for turn in turns if turn.read is not None]
+        if len(read) not in (0, len(turns)):
+            raise InvariantViolation(f"{len(read)} of {len(turns)} sequences in a group have a state before the step.")
+        written = [turn.write * num_slots + turn.slot for turn in turns]
+        return GroupStates(self._tensors, torch.tensor(read) if read else None, torch.tensor(written))
 
     def commit(self) -> None:
         """End the step, once all layers are computed."""
         for turn in self._turns:
             self._states.end(turn)
+
+
+class GroupStates:
+    """States of sequences that are computed together.
+
+    Args:
+        read: [num_sequences] int64, the states that the step reads; None: each begins without one.
+        written: [num_sequences] int64, those that it writes.
+    """
+
+    def __init__(self, tensors: Mapping[int, tuple[Tensor, ...]], read: Tensor | None, written: Tensor) -> None:
+        self._tensors, self._read, self._written = tensors, read, written
+
+    def read(self, layer: int) -> tuple[Tensor, ...] | None:
+        """Return copies of a layer's states, [num_sequences, …] each; None before a first token."""
+        if self._read is None:
+            return None
+        return tuple(tensor.index_select(0, self._read) for tensor in self._tensors[layer])
+
+    def write(self, layer: int, state: Sequence[Tensor]) -> None:
+        """Keep what the tokens of this step leave, [num_sequences, …] each."""
+        for tensor, part in zip(self._tensors[layer], state, strict=True):
+            tensor[self._written] = part

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from loraserve.errors import InvariantViolation, ModelError
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.modelling.mixers import Mixing, SequenceState
-from loraserve.model.states import StepStates
+from loraserve.model.modelling.mixers import Mixing, SequenceGroup, SequenceState, group_sequences
+from loraserve.model.states import GroupStates, StepStates
 from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan, paged_attention, store_kv
 
 NAME = "loraserve"
@@ -200,22 +200,25 @@ class PagedAttending:
             inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size
         )
         self._states = _step_states(inputs, kv)
+        self._groups: list[tuple[SequenceGroup, GroupStates]] = []
+        if self._states is not None and kv.states is not None:
+            groups = group_sequences(inputs.query_starts, inputs.context_lens, kv.states.group_size)
+            self._groups = [(group, self._states.group(group.numbers)) for group in groups]
 
     def commit(self) -> None:
         """End the step: states have advanced by its tokens."""
         if self._states is not None:
             self._states.commit()
 
-    def sequences(self, layer: int) -> Iterator[tuple[slice, SequenceState]]:
-        """Yield each sequence's rows and state, which is kept when the next one is taken."""
+    def groups(self, layer: int) -> Iterator[tuple[SequenceGroup, SequenceState]]:
+        """Yield each group and its state, which is kept when the next group is taken."""
         if self._states is None:
             raise InvariantViolation("a base with recurrent layers was called without slots for their states")
         self._on_layer()
-        for number, (start, end) in enumerate(pairwise(self._inputs.query_starts)):
-            kept = self._states.read(layer, number) or ()
-            state = SequenceState(*(one[None] for one in kept))
-            yield slice(start, end), state
-            self._states.write(layer, number, state.tensors)
+        for group, states in self._groups:
+            state = SequenceState(*(states.read(layer) or ()))
+            yield group, state
+            states.write(layer, state.tensors)
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Store keys and values, and return what the rows gather from the cache."""

@@ -16,7 +16,7 @@ from loraserve.errors import LoraserveError, ModelError, UnknownArchitecture
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import rounding_of_row
 from loraserve.model.modelling.attention import NAME, Heads, PagedAttending
-from loraserve.model.modelling.mixers import SequenceState
+from loraserve.model.modelling.mixers import SequenceGroup, SequenceState, group_sequences
 from loraserve.model.modelling.modelled_base import run_model
 from loraserve.model.modelling.modules import AdaptedLinear, RunningStep
 from loraserve.model.modelling.skeleton import Skeleton
@@ -98,10 +98,12 @@ def _mixed(
 ) -> tuple[Tensor, tuple[int, int, int], StateShapes]:
     """Return the logits of sequences whose chunks are computed together, and the caches' shapes."""
     size, attending = len(sequences[0]), _Attending()
-    cuts = [[0, size // 3, size], [0, size - 1, size]]
+    # chunks of both; then a chunk and a token; then a token of both
+    ranges = [pairwise((0, max(1, first), size - 1, size)) for first in (size // 3, size - 2)]
+    steps = [spans for spans in zip(*ranges, strict=True) if spans[0][0] < spans[0][1]]
     parts: list[list[Tensor]] = [[], []]
-    for i in range(2):
-        work = [(tokens, cut[i], cut[i + 1]) for tokens, cut in zip(sequences, cuts, strict=True)]
+    for spans in steps:
+        work = [(tokens, *span) for tokens, span in zip(sequences, spans, strict=True)]
         step.inputs = attending.inputs = _inputs(work)
         skeleton.attention.attending = attending
         logits = run_model(skeleton.model, step.inputs.token_ids, step.inputs.positions)
@@ -111,11 +113,11 @@ def _mixed(
     shapes = {tuple(k.shape[1::2]) for k, _ in attending.caches.values()}
     if len(shapes) != 1 or sorted(attending.caches) != list(range(len(skeleton.attention.layers))):
         raise UnknownArchitecture("its layers' keys aren't all of one shape.", hint=_HINT)
-    if set(attending.num_calls.values()) != {2}:
+    if set(attending.num_calls.values()) != {len(steps)}:
         raise UnknownArchitecture("a layer attends more than once.", hint=_HINT)
     ((num_kv_heads, head_dim),) = shapes
     state_shapes = {
-        layer: tuple(tuple(one.shape) for one in state.tensors)
+        layer: tuple(tuple(one.shape[1:]) for one in state.tensors)
         for (layer, number), state in attending.states.items()
         if number == 0
     }
@@ -139,12 +141,16 @@ class _Attending:
         self.num_calls: dict[int, int] = {}
         self.states: dict[tuple[int, int], SequenceState] = {}
 
-    def sequences(self, layer: int) -> Iterator[tuple[slice, SequenceState]]:
-        """Yield each sequence's rows and state."""
+    def groups(self, layer: int) -> Iterator[tuple[SequenceGroup, SequenceState]]:
+        """Yield each group and its state."""
         if self.inputs is None:
             raise UnknownArchitecture("it mixes outside of a step.", hint=_HINT)
-        for number, (start, end) in enumerate(pairwise(self.inputs.query_starts)):
-            yield slice(start, end), self.states.setdefault((layer, number), SequenceState())
+        for group in group_sequences(self.inputs.query_starts, self.inputs.context_lens, 2):
+            before = [self.states.get((layer, number), SequenceState()).tensors for number in group.numbers]
+            state = SequenceState(*(torch.cat(parts) for parts in zip(*before, strict=True)))
+            yield group, state
+            for i, number in enumerate(group.numbers):
+                self.states[layer, number] = SequenceState(*(part[i : i + 1] for part in state.tensors))
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Attend over the layer's own cache."""

@@ -1,13 +1,15 @@
 """Recurrent mixers of transformers' code: each sequence's rows with its own state.
 
 A mixer's linears read all rows of a step at once, as every linear does here. What is between them,
-a convolution and a recurrence, is the code's own, called with one sequence after the other.
+a convolution and a recurrence, is the code's own. One call computes all decoding sequences; chunks
+of prompts have a call each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -47,12 +49,57 @@ MIXERS: dict[str, MixerLinears] = {
 """Class of transformers → its linears."""
 
 
-class SequenceState:
-    """State of a sequence at one layer, as a mixer's code calls its cache.
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """Sequences of a pass that one call of a mixer's code computes.
 
     Attributes:
-        conv: [1, channels, width of the convolution], its last inputs; None: no token was computed.
-        recurrent: [1, …], of code that has a recurrence; None likewise.
+        numbers: the sequences, numbered in the pass' order.
+        rows: the same number of rows of each, one sequence's behind another's.
+    """
+
+    numbers: tuple[int, ...]
+    rows: slice | Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the group's part of all rows, [num_sequences, num_tokens, width].
+
+        Args:
+            x: [1, num_tokens of the pass, width].
+        """
+        return x[0, self.rows].reshape(len(self.numbers), -1, x.shape[-1])
+
+
+def group_sequences(query_starts: Sequence[int], context_lens: Sequence[int], max_decoding: int) -> list[SequenceGroup]:
+    """Return the groups of a step: sequences that decode share them, any other has its own.
+
+    Args:
+        query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i +
+            1]``.
+        context_lens: num_seqs numbers: tokens of the sequence after the step.
+        max_decoding: sequences of a group, at most.
+    """
+    bounds = list(pairwise(query_starts))
+    # a sequence's first token has no state to read
+    is_decoding = [end - start == 1 < length for (start, end), length in zip(bounds, context_lens, strict=True)]
+    decoding = [i for i, is_one in enumerate(is_decoding) if is_one]
+    groups = []
+    for first in range(0, len(decoding), max_decoding):
+        numbers = decoding[first : first + max_decoding]
+        rows = [query_starts[i] for i in numbers]
+        is_run = rows[-1] - rows[0] == len(rows) - 1
+        groups.append(SequenceGroup(tuple(numbers), slice(rows[0], rows[-1] + 1) if is_run else torch.tensor(rows)))
+    groups += [SequenceGroup((i,), slice(*bounds[i])) for i, is_one in enumerate(is_decoding) if not is_one]
+    return groups
+
+
+class SequenceState:
+    """State of a group's sequences at one layer, as a mixer's code calls its cache.
+
+    Attributes:
+        conv: [num_sequences, channels, width of the convolution], its last inputs; None: no token
+            was computed.
+        recurrent: [num_sequences, …], of code that has a recurrence; None likewise.
     """
 
     def __init__(self, conv: Tensor | None = None, recurrent: Tensor | None = None) -> None:
@@ -60,8 +107,8 @@ class SequenceState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors of the state, without the batch's dimension."""
-        return tuple(one[0] for one in (self.conv, self.recurrent) if one is not None)
+        """Tensors of the state, [num_sequences, …] each."""
+        return tuple(one for one in (self.conv, self.recurrent) if one is not None)
 
     # called by transformers, whose names these are
 
@@ -106,8 +153,8 @@ class SequenceState:
 class Mixing(Protocol):
     """Sequences of a pass, as mixers see them."""
 
-    def sequences(self, layer: int) -> Iterator[tuple[slice | Tensor, SequenceState]]:
-        """Yield each sequence's rows and its state, which is kept when the next one is taken."""
+    def groups(self, layer: int) -> Iterator[tuple[SequenceGroup, SequenceState]]:
+        """Yield each group and its state, which is kept when the next group is taken."""
         ...
 
 
@@ -140,13 +187,13 @@ class Recurrence:
         gathered: Tensor | None = None
         mixer._modules.update({**given, linears.writing: nn.Identity()})
         try:
-            for rows, state in mixing.sequences(int(mixer.layer_idx)):  # type: ignore[arg-type]
+            for group, state in mixing.groups(int(mixer.layer_idx)):  # type: ignore[arg-type]
                 for one in given.values():
-                    one.rows = rows
-                part = self._compute(hidden_states[:, rows], cache=state, attention_mask=None, **options)
+                    one.group = group
+                part = self._compute(group.of(hidden_states), cache=state, attention_mask=None, **options)
                 if gathered is None:
                     gathered = part.new_empty(1, hidden_states.shape[1], part.shape[-1])
-                gathered[:, rows] = part
+                gathered[0, group.rows] = part.flatten(0, 1)
         finally:
             mixer._modules.update(own)
         if gathered is None:
@@ -159,16 +206,17 @@ class _Given(nn.Module):
     """Linear whose output is known of all rows.
 
     Attributes:
-        rows: those that it is called for.
+        group: the sequences that it is called for.
     """
+
+    group: SequenceGroup
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
         self._output = output
-        self.rows: slice | Tensor = slice(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._output[:, self.rows]
+        return self.group.of(self._output)
 
 
 def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
@@ -177,6 +225,6 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def divert(mixer: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
-    """Have a mixer compute each sequence of a pass with its own state."""
+    """Have a mixer compute each sequence of a pass from its own state."""
     # no module: `mixer` keeps its paths
     mixer.forward = Recurrence(mixer, MIXERS[type(mixer).__name__], mixing)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from loraserve.errors import InvariantViolation
 from loraserve.model.layers.linears import Linear
 from loraserve.model.modelling.attention import Heads, attend_densely
-from loraserve.model.modelling.mixers import SequenceState
+from loraserve.model.modelling.mixers import SequenceGroup, SequenceState
 from loraserve.model.modelling.skeleton import Skeleton
 from loraserve.model.reference_pass import ReferencePass, ReferenceWeights, Subject
 from loraserve.types import BaseSpec
@@ -93,13 +93,13 @@ class ModelledPass(ReferencePass):
             out[rows] = attend_densely(heads.q[rows], heads.k[rows], heads.v[rows], heads)
         return out
 
-    def sequences(self, layer: int) -> Iterator[tuple[Tensor, SequenceState]]:
-        """Yield each whole sequence's rows, with no state before them.
+    def groups(self, layer: int) -> Iterator[tuple[SequenceGroup, SequenceState]]:
+        """Yield each whole sequence, with no state before its rows.
 
         Rows that sequences share are computed with each of them, equally.
         """
-        for rows in self._sequences:
-            yield rows, SequenceState()
+        for number, rows in enumerate(self._sequences):
+            yield SequenceGroup((number,), rows), SequenceState()
 
     def linear(self, x: Tensor, layer: int, module: str) -> Tensor:
         """Return the product of a module that adapters may change."""

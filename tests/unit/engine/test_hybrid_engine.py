@@ -194,7 +194,7 @@ def test_failing_layer_leaves_states_whole(
 def test_states_are_part_of_budget(hybrid_world: World, make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=8)
     runner: Any = engine._pipeline._runner
-    shapes = {layer: tuple(tensor.shape[2:] for tensor in every) for layer, every in runner._kv.states._tensors.items()}
+    shapes = {layer: tuple(tensor.shape[1:] for tensor in every) for layer, every in runner._kv.states._tensors.items()}
     slot_bytes = state_bytes(shapes)
     assert runner._kv.states.num_bytes == 8 * slot_bytes
     arena = engine._kv._layout.client.arena  # type: ignore[union-attr]

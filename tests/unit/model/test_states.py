@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraserve.errors import InvariantViolation
-from loraserve.model.states import RecurrentStates, state_bytes
+from loraserve.model.states import GROUP_BYTES, RecurrentStates, state_bytes
 
 SHAPES = {0: ((3, 4), (2, 5)), 2: ((3, 4),)}
 
@@ -15,7 +15,7 @@ def advance(states: RecurrentStates, slot: int, start: int, end: int, value: flo
     """Write a value everywhere as a step does."""
     step = states.step([slot], [start], [end])
     for layer, shapes in SHAPES.items():
-        step.write(layer, 0, [torch.full(shape, value) for shape in shapes])
+        step.group([0]).write(layer, [torch.full((1, *shape), value) for shape in shapes])
     if commit:
         step.commit()
 
@@ -23,7 +23,7 @@ def advance(states: RecurrentStates, slot: int, start: int, end: int, value: flo
 def seen(states: RecurrentStates, slot: int, start: int) -> float | None:
     """Return the value that a step from there reads."""
     step = states.step([slot], [start], [start + 1])
-    found = [step.read(layer, 0) for layer in SHAPES]
+    found = [step.group([0]).read(layer) for layer in SHAPES]
     if any(one is None for one in found):
         assert all(one is None for one in found)
         return None
@@ -73,3 +73,31 @@ def test_position_without_state_is_refused(start: int) -> None:
     advance(states, 0, 6, 9, 3.0, commit=False)
     with pytest.raises(InvariantViolation, match="slot 0"):
         states.step([0], [start], [start + 1])
+
+
+def test_group_reads_state_before_step_computed_again() -> None:
+    states = RecurrentStates(SHAPES, 3)
+    for slot, count in ((0, 1), (2, 2)):
+        for number in range(count):
+            advance(states, slot, 4 * number, 4 * number + 4, 10.0 * slot + number)
+    # slot 2 computes its second step again, slot 0 its second for the first time
+    step = states.step([2, 0], [4, 4], [5, 5])
+    group = step.group([0, 1])
+    for layer, shapes in SHAPES.items():
+        for found, shape in zip(group.read(layer) or (), shapes, strict=True):
+            assert torch.equal(found, torch.stack([torch.full(shape, 20.0), torch.full(shape, 0.0)]))
+        group.write(layer, [torch.stack([torch.full(shape, 7.0), torch.full(shape, 8.0)]) for shape in shapes])
+    step.commit()
+    assert [seen(states, slot, 5) for slot in (2, 0)] == [7.0, 8.0]
+
+
+def test_group_with_first_token_is_refused() -> None:
+    states = RecurrentStates(SHAPES, 2)
+    advance(states, 0, 0, 4, 1.0)
+    with pytest.raises(InvariantViolation, match="1 of 2 sequences"):
+        states.step([0, 1], [4, 0], [5, 1]).group([0, 1])
+
+
+@pytest.mark.parametrize(("num_floats", "size"), [(1000, 1048), (GROUP_BYTES // 8, 2), (GROUP_BYTES, 1)])
+def test_group_size_keeps_states_within_bytes(num_floats: int, size: int) -> None:
+    assert RecurrentStates({0: ((num_floats // 2,), (num_floats // 2,)), 1: ((3,),)}, 1).group_size == size

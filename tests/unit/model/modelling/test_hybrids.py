@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from loraserve.errors import AdapterUnservable, InvariantViolation
+from loraserve.errors import AdapterUnservable, InvariantViolation, UnknownArchitecture
 from loraserve.model.inputs import KVTensors
-from loraserve.model.modelling.mixers import MIXERS, Recurrence
+from loraserve.model.modelling.mixers import MIXERS, Recurrence, group_sequences
 from loraserve.model.reference_model import evaluate
 from loraserve.model.reference_pass import Subject
 
-from ..conftest import PagedRun, randomize, reference_logits, save_model
+from ..conftest import PagedRun, random_tokens, randomize, reference_logits, save_model
 from .families import HYBRIDS, build, load, save
 from .test_modelled_base import CUTS, LONG, SHORT, adapt, equal, loaded, mixed
 
@@ -154,3 +155,68 @@ def test_adapted_hybrid_continues_from_state(tmp_path: Path) -> None:
         changed, plain = run.step([(first, 1), (second, 1)], lora=[(adapter, 0, 1)])
     assert equal(changed[0], reference_logits(adapted, LONG)[-1])
     assert equal(plain[0], reference_logits(model, LONG)[-1])
+
+
+def test_groups_keep_chunks_from_decoding_sequences() -> None:
+    # a token, a first token, a chunk, and three more tokens
+    starts, lens = [0, 1, 2, 6, 7, 8, 9], [5, 1, 9, 4, 3, 8]
+    groups = [
+        (group.numbers, torch.arange(9)[group.rows].tolist()) for group in group_sequences(starts, lens, max_decoding=3)
+    ]
+    assert groups == [((0, 3, 4), [0, 6, 7]), ((5,), [8]), ((1,), [1]), ((2,), [2, 3, 4, 5])]
+
+
+WIDE = {"linear_num_value_heads": 32, "linear_value_head_dim": 8}
+"""Fields of a gated delta rule with as many heads as torch computes at once.
+
+Of fewer, a row of its sigmoid is rounded by the row's place in the batch.
+"""
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_group_size_changes_no_bit(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path, **(WIDE if name.startswith("Qwen") else {}))
+    base: Any = load(tmp_path)
+    found = []
+    for size in (1, 2, 4):
+        run = PagedRun(base)
+        assert run.kv.states is not None
+        run.kv.states.group_size = size
+        sequences = [run.add(random_tokens(16, seed=i)) for i in range(4)]
+        parts = run.step([(sequence, 4) for sequence in sequences])
+        for number in range(6):
+            # a chunk between decoding sequences, then all decode
+            parts += run.step([(one, 4 if i == 1 and number == 2 else 1) for i, one in enumerate(sequences)])
+        found.append(torch.cat(parts))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_decoding_sequences_share_call_of_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("Lfm2ForCausalLM", tmp_path)
+    base: Any = load(tmp_path)
+    code = sys.modules[type(base._skeleton.model).__module__]
+    update, shapes = code.causal_conv1d_update, []
+
+    def counted(x: torch.Tensor, *rest: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return update(x, *rest)
+
+    monkeypatch.setattr(code, "causal_conv1d_update", counted)
+    run = PagedRun(base)
+    sequences = [run.add(random_tokens(9, seed=i)) for i in range(4)]
+    for sequence in sequences:
+        run.step([(sequence, 3)])
+    assert shapes == []
+    run.step([(sequence, 4 if i == 2 else 1) for i, sequence in enumerate(sequences)])
+    width = base._skeleton.config.hidden_size
+    assert shapes == [(3, width, 1)] * 2
+
+
+def test_mixer_with_confused_sequences_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("Lfm2ForCausalLM", tmp_path)
+    code = sys.modules[type(build("Lfm2ForCausalLM")).__module__]
+    update = code.causal_conv1d_update
+    monkeypatch.setattr(code, "causal_conv1d_update", lambda *inputs: update(*inputs).flip(0))
+    with pytest.raises(UnknownArchitecture, match="other logits in a batch of two sequences"):
+        load(tmp_path)
