@@ -186,3 +186,11 @@ def test_every_reason_of_a_rejected_adapter_is_printed(capsys: pytest.CaptureFix
         "  - q_proj is 3x4",
         "request: req-1",
     ]
+
+
+def test_serve_takes_base_as_argument(run_here: Run) -> None:
+    for arguments in (("/nonexistent",), ("--model", "/nonexistent"), ("--port", "1", "/nonexistent")):
+        done = run_here("serve", *arguments)
+        assert (done.code, "The model '/nonexistent' doesn't exist" in done.stderr) == (2, True)
+    twice = run_here("serve", "one", "--model", "two")
+    assert (twice.code, "named twice" in twice.stderr) == (2, True)
