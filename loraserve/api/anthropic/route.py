@@ -54,6 +54,8 @@ async def create_message(
             (*ignored, *chat.ignored),
             prefix="msg_",
             names=FIELDS,
+            # Claude Code asks for 64,000 tokens of any model
+            caps_tokens=True,
         )
     return await turn.respond(request, _MessageAnswer(turn, request.state.request_id))
 

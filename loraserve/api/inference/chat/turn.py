@@ -159,6 +159,7 @@ class ChatTurn:
         prefix: str,
         names: Mapping[str, str] | None = None,
         num_more_bytes: int = 0,
+        caps_tokens: bool = False,
     ) -> ChatTurn:
         """Check everything, and admit the chat. No token is made before `respond`.
 
@@ -166,6 +167,8 @@ class ChatTurn:
             prefix: what its id begins with.
             names: a chat's fields that the route calls otherwise, for the ignored ones.
             num_more_bytes: size of what was read in addition to the request's body.
+            caps_tokens: whether an answer that may be longer than there is room for gets the room;
+                otherwise it is refused.
 
         Raises:
             LoraserveError: as `ChatPrompt.read`.
@@ -183,13 +186,18 @@ class ChatTurn:
         )
         if answer_format is not None:
             wanted = await read.reader.run(lambda: answer_format.whole(read.wanted))
-        default = read.model.defaults.max_tokens(None)
-        max_tokens = choose_max_tokens(read.asked, default, len(prompt.token_ids), services.engine.base, "messages")
+        asked, default, base = read.asked, read.model.defaults.max_tokens(None), services.engine.base
+        is_capped = caps_tokens and asked is not None and asked > base.max_model_len - len(prompt.token_ids) >= 1
+        if is_capped:
+            asked, default = None, None
+        max_tokens = choose_max_tokens(asked, default, len(prompt.token_ids), base, "messages")
         if wanted is not None:
             sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted, read.model.tokenizer))
-        admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=(read.asked or default) is not None)
+        admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=(asked or default) is not None)
 
         passed = tuple((names or {}).get(name, name) for name in read.ignored)
+        if is_capped:
+            passed = (*passed, "max_tokens")
         context = InferenceContext.begin(prefix, services, body, read.model, [prompt], passed)
         requests = context.requests(
             caller,
