@@ -54,7 +54,7 @@ async def test_timeout_reaches_engine_and_marks_stop_reason(
     assert engine.seen[-1].timeout_s is None
 
 
-@pytest.mark.parametrize("timeout", [0, -1, LIMITS.max_request_timeout_s + 1, "2", True])
+@pytest.mark.parametrize("timeout", [0, -1, LIMITS.max_request_timeout_s + 1, "two", True])
 async def test_invalid_timeout_is_refused(client: httpx2.AsyncClient, engine: Any, timeout: Any) -> None:
     for path in ("completions", "chat/completions"):
         response = await ask(client, path, timeout=timeout)
