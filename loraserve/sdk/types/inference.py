@@ -6,7 +6,9 @@ from decimal import Decimal
 
 from pydantic import Field
 
-from loraserve.sdk.call import Result
+from loraserve.contract.result import Result
+from loraserve.contract.server import Model as Model
+from loraserve.contract.server import ModelList as ModelList
 
 
 class PromptTokensDetails(Result):
@@ -133,18 +135,3 @@ class ChatCompletionChunk(Result):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-
-
-class Model(Result):
-    """A model that `model=` may name. An adapter has `parent`, the base's id."""
-
-    id: str
-    created: int
-    owned_by: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class ModelList(Result):
-    data: list[Model]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from loraserve.sdk.call import Result
+from loraserve.contract.result import Result
 from loraserve.sdk.types.inference import Usage
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from loraserve.sdk.call import Result
+from loraserve.contract.result import Result
 from loraserve.sdk.types.inference import PromptTokensDetails, TokenLogprob
 
 
