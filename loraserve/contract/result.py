@@ -1,4 +1,4 @@
-"""Base of every answer's shape, the envelope of an answer, and the pages of lists."""
+"""Base of every answer's shape, the envelope of an answer, pages of lists, and errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, PrivateAttr
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, PrivateAttr, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -38,6 +38,7 @@ class Sent:
 ALWAYS = Sent(is_never_null=True)
 OPTIONAL = Sent(is_optional=True)
 STREAMED = Sent(is_streamed=True)
+ALWAYS_NULL = WithJsonSchema({"type": "null"}, mode="serialization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class Answer:
 class Result(BaseModel):
     """The result of a call. Fields unknown to this client are kept, and readable as attributes."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    # a client uses few of the shapes: each is compiled at its first use
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=(), defer_build=True)
 
     _answer: Answer | None = PrivateAttr(default=None)
 
@@ -171,6 +173,66 @@ class IdPage(Result, Generic[R]):
     first_id: str | None = None
     last_id: str | None = None
     has_more: bool = False
+
+
+class ErrorDetail(Result):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Result):
+    """OpenAI's envelope."""
+
+    error: ErrorDetail
+
+
+class MessageErrorDetail(Result):
+    type: str
+    message: str
+    code: str
+    param: str | None
+    details: Annotated[dict[str, Any] | None, OPTIONAL, ALWAYS] = None
+    """``error_code`` and ``unsupported`` of a field that clients can do without."""
+
+
+class MessageError(Result):
+    """Anthropic's error."""
+
+    type: Annotated[str, one_of("error")]
+    error: MessageErrorDetail
+    request_id: str | None
+
+
+class GenerateError(Result):
+    """LoRAX's and TGI's error."""
+
+    error: str
+    error_type: str
+    code: str
+    param: str | None
+
+
+class ProblemDetail(Result):
+    detail: str
+    field: str | None
+
+
+class Problem(Result):
+    """RFC 9457's problem document."""
+
+    type: Annotated[str, one_of("about:blank")]
+    title: str
+    status: int
+    detail: str
+    code: str
+    """Stable, for programs."""
+    errors: list[ProblemDetail]
+    """Errors, an entry per thing that is wrong."""
+    request_id: str | None
+    received: Annotated[int | None, OPTIONAL, ALWAYS] = None
+    """Offset of the next piece; only with ``upload_offset_mismatch``."""
 
 
 def sent_as(info: FieldInfo) -> Sent:

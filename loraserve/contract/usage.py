@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
-from loraserve.contract.result import OPTIONAL, Page, Result
+from loraserve.contract.result import ALWAYS, OPTIONAL, Result
 
 GROUPS = ("tenant", "adapter", "version", "hour", "day")
 Cost = Annotated[Decimal, PlainSerializer(lambda cost: f"{cost:f}", return_type=str, when_used="json")]
@@ -21,6 +21,20 @@ class PromptTokensDetails(Result):
 
 class ReasoningDetails(Result):
     reasoning_tokens: int = 0
+
+
+class Usage(Result):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    total_tokens: int
+    prompt_tokens_details: Annotated[PromptTokensDetails | None, ALWAYS] = None
+    completion_tokens_details: Annotated[PromptTokensDetails | None, OPTIONAL, ALWAYS] = None
+    """All of the answer's tokens; only where it was kept, and the request asked for that."""
+    cost: Annotated[Cost | None, OPTIONAL, ALWAYS] = None
+    """The exact cost by the tenant's prices; None: it has none."""
+    currency: Annotated[str | None, OPTIONAL, ALWAYS] = None
 
 
 class UsageSum(Result):
@@ -60,7 +74,3 @@ class UsageSum(Result):
         """The groups' values as one word."""
         values = (getattr(self, group) for group in GROUPS if group in self.model_fields_set)
         return "/".join("-" if value is None else str(value) for value in values) or "all"
-
-
-class UsagePage(Page[UsageSum]):
-    """A page of sums."""

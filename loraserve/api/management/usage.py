@@ -15,7 +15,7 @@ from loraserve.api import scopes
 from loraserve.api.management.payloads.responses import answer, content_etag, header_list
 from loraserve.api.services import Services, services_of
 from loraserve.contract import usage
-from loraserve.contract.usage import UsagePage
+from loraserve.contract.result import Page
 from loraserve.errors import InvalidRequest, NotFound
 from loraserve.tenancy.billing.journal import Amounts
 from loraserve.tenancy.billing.meter import plain
@@ -31,7 +31,7 @@ _FORMATS = ("json", "csv")
 _CSV = "text/csv"
 
 
-@router.get("/usage", response_model=UsagePage, response_model_exclude_unset=True)
+@router.get("/usage", response_model=Page[usage.UsageSum], response_model_exclude_unset=True)
 async def get_usage(
     request: Request,
     tenant: str | None = None,
@@ -67,7 +67,7 @@ async def get_usage(
     page = await reports.page(query, limit=limit, cursor=cursor)
     return answer(
         request,
-        UsagePage(data=[usage.UsageSum(**_fields(item)) for item in page.items], next_cursor=page.next_cursor),
+        Page(data=[usage.UsageSum(**_fields(item)) for item in page.items], next_cursor=page.next_cursor),
     )
 
 
