@@ -200,7 +200,7 @@ def test_type_checker_finds_types_of_editable_installation(editable_python: Path
         env=variables,
     )
     assert done.stdout.splitlines() == [
-        'program.py:3: note: Revealed type is "list[loraserve.sdk.types.inference.Model]"',
+        'program.py:3: note: Revealed type is "list[loraserve.contract.server.Model]"',
         'program.py:4: error: Argument "api_key" to "Client" has incompatible type "int"; '
         'expected "str | None"  [arg-type]',
         "Found 1 error in 1 file (checked 1 source file)",

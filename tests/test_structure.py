@@ -61,12 +61,15 @@ SQL = {
 }
 """Modules by package that may import sqlalchemy: all queries and sessions are in these."""
 
-MIRRORS = ("loraserve.sdk.", "loraserve.api.openapi.")
-"""Packages that repeat the API's names on purpose:
-what programs see of the server's own classes.
-"""
+MIRRORS = ("loraserve.contract.", "loraserve.sdk.")
+"""Packages that repeat names on purpose: what programs see of the server's own classes."""
 
-SAME_NOUN = ("loraserve.cli.", "loraserve.sdk.", "loraserve.api.management.", "loraserve.api.openapi.")
+SAME_NOUN = (
+    "loraserve.cli.",
+    "loraserve.contract.",
+    "loraserve.sdk.",
+    "loraserve.api.management.",
+)
 """Packages with a module per noun, named alike in each."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends, Request
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from loraserve import __version__
@@ -17,6 +16,7 @@ from loraserve.api import scopes
 from loraserve.api.metrics import engine_tables, server_tables
 from loraserve.api.metrics.table import Source, Table, TableCollector
 from loraserve.api.services import services_of
+from loraserve.contract.server import ServerVersion
 
 router = APIRouter()
 router_metrics_router = APIRouter()
@@ -29,10 +29,6 @@ ROUTER_METRICS = (
     "vllm:lora_requests_info",
 )
 """Metrics by which routers score a server; none has a tenant."""
-
-
-class Version(BaseModel):
-    version: str
 
 
 @router.get("/livez")
@@ -86,9 +82,9 @@ async def post_ping(request: Request) -> JSONResponse:
 
 
 @router.get("/version", dependencies=[Depends(scopes.require(scopes.INFERENCE))])
-async def version() -> Version:
+async def version() -> ServerVersion:
     """Return the server's version, in vLLM's form."""
-    return Version(version=__version__)
+    return ServerVersion(version=__version__)
 
 
 @router.get("/metrics", dependencies=[Depends(scopes.require(scopes.METRICS_READ))])

@@ -11,8 +11,8 @@ from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connect
 from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
+    from loraserve.contract.operation import Operation
     from loraserve.sdk import Client
-    from loraserve.sdk.types.operations import Operation
 
 app = App(help="Show, await or cancel long-running work, such as fetching an adapter.", no_args_is_help=True)
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from loraserve import errors
 
 if TYPE_CHECKING:
+    from loraserve.contract.result import Result
     from loraserve.sdk import Progress
-    from loraserve.sdk.call import Result
 
 # A terminal obeys these; a model's text or another's name shouldn't command it.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")

@@ -15,9 +15,9 @@ from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connect
 from loraserve.cli.output import Column, Format, Output, size
 
 if TYPE_CHECKING:
+    from loraserve.contract.residency import AdapterResidency, Memory
+    from loraserve.contract.server import Base
     from loraserve.sdk import Client
-    from loraserve.sdk.types.residency import AdapterResidency, Memory
-    from loraserve.sdk.types.server import Base
 
 COLUMNS = (
     Column("ADAPTER", "model"),

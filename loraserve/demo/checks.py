@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from loraserve import AsyncClient, Client
+from loraserve.contract.chat import ToolCall
 from loraserve.demo.frames import ADAPTERS, STYLES, Frame, Style
 from loraserve.demo.side_by_side import MAX_TOKENS
 from loraserve.demo.words import FIELDS, OPERATORS, TABLES
 from loraserve.errors import AuthenticationError, LoraserveError, NotFound
-from loraserve.sdk.types.inference import ToolCall
 
 SCHEMA: Mapping[str, Any] = {
     "type": "object",

@@ -16,8 +16,8 @@ from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import ArenaPlan
 
 if TYPE_CHECKING:
+    from loraserve.contract.residency import AdapterResidency
     from loraserve.sdk import Client
-    from loraserve.sdk.types.residency import AdapterResidency
 
 TIMEOUT_S = 10.0
 MAX_COMPARED = 5

@@ -1,7 +1,7 @@
 """The Python client of a loraserve server: `Client` and `AsyncClient`.
 
-It stands alone: it imports `loraserve.errors` and nothing else of loraserve, neither torch nor the
-server.
+It stands alone: it imports `loraserve.errors` and `loraserve.contract`, the shapes of answers, and
+neither torch nor the server.
 
 `_async` is written by hand, `_sync` is generated from it; the other modules do no I/O and serve
 both.
@@ -14,10 +14,10 @@ both.
 
 from __future__ import annotations
 
+from loraserve.contract.operation import Progress
 from loraserve.sdk._async.client import AsyncClient
 from loraserve.sdk._async.streaming import AsyncStream
 from loraserve.sdk._sync.client import Client
 from loraserve.sdk._sync.streaming import Stream
-from loraserve.sdk.file_piece import Progress
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Progress", "Stream"]

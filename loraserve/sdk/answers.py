@@ -1,16 +1,16 @@
-"""The envelope of an answer (`Answer`), and the error that a refusal stands for."""
+"""The error that a refusal stands for."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import httpx2
 
 from loraserve import errors
+from loraserve.contract.result import Answer as Answer
 from loraserve.sdk.retry import retry_after_s
 
 _BY_STATUS: Mapping[int, type[errors.LoraserveError]] = {
@@ -31,62 +31,6 @@ _BY_STATUS: Mapping[int, type[errors.LoraserveError]] = {
     507: errors.StorageFull,
 }
 """Classes of answers that have no `code`, or one newer than this client."""
-
-_RATE = "x-ratelimit-"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The envelope of one answer: the status and the headers that say something about it."""
-
-    status_code: int
-    request_id: str | None = None
-    adapter: str | None = None
-    """`NAME@VERSION`, `OWNER/NAME@VERSION` of one that was granted, or the sum of such, that
-    answered an inference request; None for the base.
-    """
-    fell_back_from: str | None = None
-    """The version, written as `adapter`, that was asked for and couldn't answer; `adapter`, or the
-    base's id there, answered in its place.
-    """
-    fell_back_for: str | None = None
-    """The code of the error that it would have been."""
-    etag: str | None = None
-    """The resource's ETag, for `if_match`."""
-    ignored: tuple[str, ...] = ()
-    """Fields of the request that the server doesn't know and that don't change the answer."""
-    did_you_mean: Mapping[str, str] = field(default_factory=dict)
-    """Ignored fields that may be misspelt, and the field that is meant by each: `temprature` →
-    `temperature`.
-    """
-    server_timing: str | None = None
-    rate_limits: Mapping[str, str] = field(default_factory=dict)
-    """The tenant's rate limits: ``x-ratelimit-limit-requests`` under the key ``limit-requests``."""
-
-    @classmethod
-    def of(cls, response: httpx2.Response) -> Answer:
-        headers = response.headers
-        ignored = headers.get("x-loraserve-ignored", "")
-        adapter, *said = (part.strip() for part in headers.get("x-loraserve-adapter", "").split(";"))
-        fallback = dict(part.partition("=")[::2] for part in said)
-        return cls(
-            status_code=response.status_code,
-            request_id=headers.get("x-request-id"),
-            adapter=adapter or None,
-            fell_back_from=fallback.get("fallback-from"),
-            fell_back_for=fallback.get("reason"),
-            etag=headers.get("etag"),
-            ignored=tuple(name.strip() for name in ignored.split(",") if name.strip()),
-            did_you_mean={
-                name.strip(): meant.strip()
-                for name, equals, meant in (
-                    part.partition("=") for part in headers.get("x-loraserve-did-you-mean", "").split(",")
-                )
-                if equals
-            },
-            server_timing=headers.get("server-timing"),
-            rate_limits={name.removeprefix(_RATE): value for name, value in headers.items() if name.startswith(_RATE)},
-        )
 
 
 def error_from_response(response: httpx2.Response) -> errors.LoraserveError:

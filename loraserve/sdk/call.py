@@ -12,35 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import ValidationError
 
 from loraserve import errors
-from loraserve.sdk.answers import Answer
+from loraserve.contract.result import Answer, Result
 from loraserve.sdk.file_piece import FilePiece
 
 T = TypeVar("T")
-R = TypeVar("R", bound="Result")
-
-
-class Result(BaseModel):
-    """The result of a call. Fields unknown to this client are kept, and readable as attributes."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
-
-    _answer: Answer | None = PrivateAttr(default=None)
-
-    @property
-    def answer(self) -> Answer | None:
-        """Request id, ETag and the like.
-
-        None for an object that came inside another (a list's row, a stream's chunk).
-        """
-        return self._answer
-
-    @property
-    def etag(self) -> str | None:
-        """The resource's state when it was read, for `if_match`."""
-        return self._answer.etag if self._answer is not None else None
+R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from typing import TypeVar
 import httpx2
 
 from loraserve import errors
-from loraserve.sdk.answers import Answer, error_from_body
+from loraserve.contract.result import Answer, Result
+from loraserve.sdk.answers import error_from_body
 from loraserve.sdk.attempt import error_from_failure
-from loraserve.sdk.call import Result, parse
+from loraserve.sdk.call import parse
 
 C = TypeVar("C", bound=Result)
 DONE = "[DONE]"

@@ -8,20 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loraserve import errors
+from loraserve.contract.operation import Progress
 
 CHUNK_BYTES = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Bytes of an upload or a download transferred so far."""
-
-    sent_bytes: int
-    total_bytes: int
-
-    def __str__(self) -> str:
-        share = 100 * self.sent_bytes // self.total_bytes if self.total_bytes else 100
-        return f"{self.sent_bytes:,} of {self.total_bytes:,} bytes ({share} %)"
 
 
 OnProgress = Callable[[Progress], object]

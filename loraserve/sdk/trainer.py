@@ -22,11 +22,11 @@ from typing import Any
 
 from loraserve import errors
 from loraserve.adapter_folder import CONFIG_FILE, is_weights
+from loraserve.contract.adapter import Version
+from loraserve.contract.operation import Progress
 from loraserve.sdk._sync.client import Client
 from loraserve.sdk.config import ClientConfig
-from loraserve.sdk.file_piece import Progress
 from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, VARIABLES_FILE, find_files
-from loraserve.sdk.types.management import Version
 from loraserve.tokenizer_identity import TOKENIZER_FILES
 
 MAX_DELAY_S = 60.0

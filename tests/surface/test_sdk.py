@@ -15,16 +15,16 @@ from typing import Any
 from pydantic import BaseModel
 
 import loraserve
-from loraserve import errors, sdk
+from loraserve import contract, errors, sdk
 
-from .describing import value_text
+from .describing import type_text, value_text
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ATTRIBUTE = re.compile(r"self\.([a-z]\w*)(?::| =)")
 SPECIAL = frozenset({"__iter__", "__aiter__", "__next__", "__anext__", "__enter__", "__aenter__"})
 PYDANTIC = frozenset({"model_post_init"})
 MEMBERS = (property, classmethod, staticmethod, FunctionType)
-PACKAGE = sdk.__name__
+PACKAGES = (sdk.__name__, contract.__name__)
 
 
 class Surface:
@@ -47,7 +47,7 @@ class Surface:
         """Yield a line for each public member of a client, and of the resources that it holds."""
         for name in sorted(name for name in dir(thing) if not name.startswith("_")):
             member = inspect.getattr_static(thing, name)
-            if type(member).__module__.startswith(PACKAGE):
+            if type(member).__module__.startswith(PACKAGES):
                 yield from self.client(f"{title}.{name}", member)
             else:
                 yield from self._member(f"{title}.{name}", member)
@@ -58,8 +58,9 @@ class Surface:
         if issubclass(cls, BaseModel):
             for name in cls.model_fields:
                 if name in cls.__annotations__:
-                    annotation = self._annotation(cls.__annotations__[name], cls)
-                    yield f"    {name}: {annotation}{_default(cls.model_fields[name])}"
+                    field = cls.model_fields[name]
+                    self._note_classes(field.annotation)
+                    yield f"    {name}: {type_text(field.annotation)}{_default(field)}"
         elif typing.is_typeddict(cls):
             for name, hint in cls.__annotations__.items():
                 text = hint.__forward_arg__ if isinstance(hint, typing.ForwardRef) else hint
@@ -76,7 +77,7 @@ class Surface:
             if is_public and name not in PYDANTIC and isinstance(member, MEMBERS):
                 yield from self._member(f"    {name}", member)
         for parent in cls.__bases__:
-            if parent.__module__.startswith(PACKAGE):
+            if parent.__module__.startswith(PACKAGES):
                 self._todo.append(parent)
 
     def _member(self, title: str, member: Any) -> Iterator[str]:
@@ -108,6 +109,13 @@ class Surface:
         returned = inspect.signature(function).return_annotation
         return f"({', '.join(parts)}) -> {self._annotation(returned, function)}"
 
+    def _note_classes(self, hint: Any) -> None:
+        """Note the classes of the SDK in a type."""
+        for part in typing.get_args(hint):
+            self._note_classes(part)
+        if isinstance(hint, type) and hint.__module__.startswith(PACKAGES):
+            self._todo.append(hint)
+
     def _annotation(self, text: Any, owner: Any) -> str:
         """Return an annotation as it is written; note what it names of the SDK,
         aliases by what they stand for.
@@ -116,7 +124,7 @@ class Surface:
         module = sys.modules[owner.__module__]
         for word in WORD.findall(text):
             named = getattr(module, word, None)
-            if isinstance(named, type) and named.__module__.startswith(PACKAGE):
+            if isinstance(named, type) and named.__module__.startswith(PACKAGES):
                 self._todo.append(named)
             elif named is not None and not isinstance(named, type) and word not in vars(typing):
                 source = _alias(module, word)
@@ -133,7 +141,7 @@ def _alias(module: Any, name: str) -> str | None:
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             return ast.unparse(node.value)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGES):
             names = [alias.asname or alias.name for alias in node.names]
             if name in names:
                 return _alias(sys.modules[str(node.module)], name)

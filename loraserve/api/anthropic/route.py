@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from loraserve.api.anthropic.body import FIELDS, ChatRequest, MessageBody, MessageTokensBody
@@ -16,6 +15,7 @@ from loraserve.api.http.sse import named_event
 from loraserve.api.inference.chat.turn import ChatAnswer, ChatPrompt, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
+from loraserve.contract.chat import MessageTokensCount
 from loraserve.errors import LoraserveError
 from loraserve.tenancy.identity.auth import Caller
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
 
 router = APIRouter()
-
-
-class MessageTokensCount(BaseModel):
-    input_tokens: int
 
 
 @router.post("/messages", response_model=None)

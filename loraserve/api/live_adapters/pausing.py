@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel
 
 from loraserve.api import scopes
 from loraserve.api.management.adapters import check_query
 from loraserve.api.services import services_of
+from loraserve.contract.server import IsPaused, PauseStatus
 from loraserve.errors import UnsupportedParameter
 from loraserve.tenancy.identity.auth import Caller
 
@@ -17,14 +15,6 @@ router = APIRouter()
 
 _writer = scopes.require(scopes.ADAPTERS_WRITE)
 _QUERY = ("mode", "wait_for_inflight_requests", "clear_cache")
-
-
-class PauseStatus(BaseModel):
-    status: Literal["paused", "resumed"]
-
-
-class IsPaused(BaseModel):
-    is_paused: bool
 
 
 @router.post("/pause")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -23,6 +23,7 @@ from loraserve.api.management.payloads.bodies import Body, read_body, validated
 from loraserve.api.management.payloads.multipart import multipart_boundary, read_upload
 from loraserve.api.management.uploads import is_json, sender_of
 from loraserve.api.services import Services, services_of
+from loraserve.contract.server import LoraUpdate
 from loraserve.errors import InvalidRequest, LoraserveError, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
 from loraserve.registry.uploads.staging import Written
@@ -72,13 +73,6 @@ class LoadLoraAdapterFromTensors(LoadBody):
 class UnloadLoraAdapterOfSglang(Body):
     lora_name: str = Field(min_length=1)
     lora_id: str | None = None
-
-
-class LoraUpdate(BaseModel):
-    success: bool
-    error_message: str
-    loaded_adapters: dict[str, str]
-    """Adapter of the request and its path, while it is loaded."""
 
 
 @router.post("/load_lora_adapter", response_model=LoraUpdate)

@@ -6,22 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
-from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.errors import problem
 from loraserve.api.http.sse import EventSource, EventStream, named_event
 from loraserve.api.management.adapters import check_query
-from loraserve.api.management.payloads.resources import Resource
+from loraserve.api.management.payloads.resources import resource_of
 from loraserve.api.management.payloads.responses import answer, header_list
-from loraserve.api.management.residency import MemoryResource
+from loraserve.api.management.residency import memory_of
 from loraserve.api.metrics.durations import DURATION_BOUNDS_S
 from loraserve.api.metrics.slow_requests import DURATION, ORDERS
 from loraserve.api.services import Services, services_of
+from loraserve.contract.traffic import EngineFigures, LiveFigures, SlowRequest, SlowRequests
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.auth import Caller
@@ -32,87 +31,7 @@ _reader = scopes.require(scopes.ADAPTERS_READ)
 _EVENTS = "text/event-stream"
 
 
-class EngineFiguresResource(Resource):
-    """The engine's load by its last heartbeat, of all tenants together."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_for_adapter: int
-    num_kv_blocks: int
-    num_kv_blocks_used: int
-    num_kv_blocks_cached: int
-    num_steps: int
-    step_s: float
-    num_preemptions: int
-    adapter_loads: int
-    device_evictions: int
-    num_restarts: int
-    max_num_seqs: int
-    memory: MemoryResource
-
-
-class LiveResource(Resource):
-    """Requests of the caller's tenant, or of all; all but the first five only rise.
-
-    They start at 0 with the server.
-    """
-
-    at: datetime
-    is_ready: bool
-    status: str | None
-    """Reason why nothing is computed, or the thing that is waited for; null: none."""
-    num_waiting: int
-    """Requests before their first token."""
-    num_running: int
-    num_ended: int
-    num_failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    bounds_s: list[float]
-    """Upper bounds of the buckets in the next two fields, which have one more: the rest."""
-    first_token_counts: list[int]
-    """Requests by their time to the first token."""
-    per_token_counts: list[int]
-    """Answers by their mean time between tokens, after the first."""
-    engine: EngineFiguresResource | None
-    """null for a tenant's key: it would reveal what other tenants do."""
-
-
-class SlowRequestResource(Resource):
-    id: str
-    """Id of the answer, as its body had it."""
-    tenant: str = Field(validation_alias="tenant_name")
-    started_at: datetime
-    asked: str
-    """Model that was asked for."""
-    answered_by: str
-    """Version that answered, or the base."""
-    outcome: str
-    """stop, length, abort (the client disconnected), or the code of an error."""
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    queue_s: float
-    """Seconds in the queue, as in ``Server-Timing``."""
-    adapter_s: float
-    """Seconds of waiting for the adapter's weights."""
-    adapter_tier: str
-    """Tier of the weights when the request came (device, host, disk); empty: unknown, or none."""
-    adapter_read_s: float
-    """Part of `adapter_s` in which its files were read, checked and packed."""
-    prefill_s: float
-    """Seconds of computing the prompt."""
-    first_token_s: float | None
-    """Seconds until the first token; null: none came."""
-    duration_s: float
-
-
-class SlowRequestsResource(Resource):
-    data: list[SlowRequestResource]
-
-
-@router.get("/live", response_model=LiveResource)
+@router.get("/live", response_model=LiveFigures)
 async def get_live(
     request: Request, interval_s: float = 2.0, once: bool = False, caller: Caller = Depends(_reader)
 ) -> Response:
@@ -164,10 +83,10 @@ class _LiveFigures(EventSource):
         return named_event("error", {"error": problem(error, self._request.state.request_id)})
 
 
-def _figures(services: Services, caller: Caller) -> LiveResource:
+def _figures(services: Services, caller: Caller) -> LiveFigures:
     tally = services.metrics.activity.of(None if caller.sees_all else caller.tenant)
     engine = services.engine
-    return LiveResource(
+    return LiveFigures(
         at=datetime.fromtimestamp(services.clock(), UTC),
         is_ready=engine.is_ready and not services.is_draining,
         status=engine.status,
@@ -185,19 +104,18 @@ def _figures(services: Services, caller: Caller) -> LiveResource:
     )
 
 
-def _engine_figures(services: Services) -> EngineFiguresResource:
+def _engine_figures(services: Services) -> EngineFigures:
     stats = services.engine.stats
-    own = {"num_restarts", "max_num_seqs", "memory"}
-    shared: dict[str, Any] = {name: getattr(stats, name) for name in EngineFiguresResource.model_fields.keys() - own}
-    return EngineFiguresResource(
-        **shared,
+    return resource_of(
+        EngineFigures,
+        stats,
         num_restarts=services.engine.num_restarts,
         max_num_seqs=services.settings.max_num_seqs,
-        memory=MemoryResource.of(stats),
+        memory=memory_of(stats),
     )
 
 
-@router.get("/requests/slow", response_model=SlowRequestsResource)
+@router.get("/requests/slow", response_model=SlowRequests)
 async def list_slow_requests(
     request: Request, by: str = DURATION, limit: int = 50, caller: Caller = Depends(_reader)
 ) -> Response:
@@ -214,4 +132,4 @@ async def list_slow_requests(
         raise InvalidRequest(f"limit should be between 1 and {LIMITS.max_page_size}.", param="limit")
     slow = services_of(request).metrics.activity.slow
     found = slow.slowest(None if caller.sees_all else caller.tenant, order=by, limit=limit)
-    return answer(request, SlowRequestsResource(data=[SlowRequestResource.of(one) for one in found]))
+    return answer(request, SlowRequests(data=[resource_of(SlowRequest, one, tenant=one.tenant_name) for one in found]))

@@ -13,15 +13,15 @@ from loraserve.api import scopes
 from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.multipart import multipart_boundary, read_upload
 from loraserve.api.management.payloads.resources import (
-    AdapterResource,
-    PageResource,
-    Resource,
-    VersionResource,
+    adapter_of,
     page_of,
+    version_of,
 )
 from loraserve.api.management.payloads.responses import adapter_path, answer, answer_once, encode, rendered
 from loraserve.api.management.uploads import content_of, declared_bytes, is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
+from loraserve.contract.adapter import Action, Adapter, Version
+from loraserve.contract.result import Page
 from loraserve.errors import InvalidRequest
 from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.records import QUARANTINED, Published, VersionRecord
@@ -38,18 +38,7 @@ WARM_WAIT_S = 30.0
 """Seconds that a call waits for the weights; the load continues after it."""
 
 
-class ActionResource(Resource):
-    """Result of an action on a version's residency."""
-
-    name: str
-    version: int
-    digest: str
-    action: str
-    is_done: bool
-    """False: begun, and still under way when the call stopped waiting."""
-
-
-@router.post(f"/{NAME}/versions", status_code=201, response_model=VersionResource)
+@router.post(f"/{NAME}/versions", status_code=201, response_model=Version)
 async def publish_version(
     name: str, request: Request, dry_run: bool = False, promote: bool = True, caller: Caller = Depends(_writer)
 ) -> Response:
@@ -100,7 +89,7 @@ async def publish_version(
 def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
     def render(published: Published) -> StoredResponse:
         version = published.version
-        resource = VersionResource.on_base(version, services.registry.served_base.digest)
+        resource = version_of(version, services.registry.served_base.digest)
         if version.version is None:
             return rendered(resource)
         location = f"{adapter_path(version.name)}/versions/{version.version}"
@@ -109,7 +98,7 @@ def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
     return render
 
 
-@router.get("", response_model=PageResource[AdapterResource])
+@router.get("", response_model=Page[Adapter])
 async def list_adapters(
     request: Request,
     limit: int = 50,
@@ -120,7 +109,7 @@ async def list_adapters(
     """List the tenant's adapters by name, with their notes if ``include`` is ``notes``."""
     registry = services_of(request).registry
     page = await registry.list(caller.tenant, limit=limit, cursor=cursor, with_notes=_includes_notes(include))
-    show = partial(AdapterResource.on_base, served=registry.served_base.digest)
+    show = partial(adapter_of, served=registry.served_base.digest)
     return answer(request, page_of(page, show))
 
 
@@ -135,12 +124,10 @@ def _includes_notes(include: str | None) -> bool:
     return bool(include)
 
 
-@router.get(f"/{NAME}", response_model=AdapterResource)
+@router.get(f"/{NAME}", response_model=Adapter)
 async def get_adapter(name: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     registry = services_of(request).registry
-    return answer(
-        request, AdapterResource.on_base(await registry.get(caller.tenant, name), registry.served_base.digest)
-    )
+    return answer(request, adapter_of(await registry.get(caller.tenant, name), registry.served_base.digest))
 
 
 @router.delete(f"/{NAME}", status_code=204)
@@ -153,7 +140,7 @@ async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_
     return Response(status_code=204)
 
 
-@router.get(f"/{NAME}/versions", response_model=PageResource[VersionResource])
+@router.get(f"/{NAME}/versions", response_model=Page[Version])
 async def list_versions(
     name: str,
     request: Request,
@@ -167,15 +154,15 @@ async def list_versions(
     page = await registry.list_versions(
         caller.tenant, name, limit=limit, cursor=cursor, with_notes=_includes_notes(include)
     )
-    show = partial(VersionResource.on_base, served=registry.served_base.digest)
+    show = partial(version_of, served=registry.served_base.digest)
     return answer(request, page_of(page, show))
 
 
-@router.get(f"/{NAME}/versions/{{number}}", response_model=VersionResource)
+@router.get(f"/{NAME}/versions/{{number}}", response_model=Version)
 async def get_version(name: str, number: int, request: Request, caller: Caller = Depends(_reader)) -> Response:
     registry = services_of(request).registry
     version = await registry.get_version(caller.tenant, name, number)
-    return answer(request, VersionResource.on_base(version, registry.served_base.digest))
+    return answer(request, version_of(version, registry.served_base.digest))
 
 
 @router.delete(f"/{NAME}/versions/{{number}}", status_code=204)
@@ -185,7 +172,7 @@ async def delete_version(name: str, number: int, request: Request, caller: Calle
     return Response(status_code=204)
 
 
-@router.post(f"/{NAME}/versions/{{number}}/verify", response_model=VersionResource)
+@router.post(f"/{NAME}/versions/{{number}}/verify", response_model=Version)
 async def verify_version(
     name: str, number: int, request: Request, rebase: bool = False, caller: Caller = Depends(_writer)
 ) -> Response:
@@ -208,12 +195,12 @@ async def verify_version(
         )
 
     def render(version: VersionRecord) -> StoredResponse:
-        return rendered(VersionResource.on_base(version, services.registry.served_base.digest))
+        return rendered(version_of(version, services.registry.served_base.digest))
 
     return await answer_once(request, caller, b"", work, render)
 
 
-@router.post(f"/{NAME}/versions/{{number}}/warm", response_model=ActionResource)
+@router.post(f"/{NAME}/versions/{{number}}/warm", response_model=Action)
 async def warm_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Bring the weights to the device before the first request asks for them."""
     services = services_of(request)
@@ -237,7 +224,7 @@ async def warm_version(name: str, number: int, request: Request, caller: Caller 
     return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "warm", is_done))
 
 
-@router.post(f"/{NAME}/versions/{{number}}/pin", response_model=ActionResource)
+@router.post(f"/{NAME}/versions/{{number}}/pin", response_model=Action)
 async def pin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Keep the weights on the device, on every server and after every start, until unpinned.
 
@@ -255,7 +242,7 @@ async def pin_version(name: str, number: int, request: Request, caller: Caller =
     return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "pin", is_done))
 
 
-@router.post(f"/{NAME}/versions/{{number}}/unpin", response_model=ActionResource)
+@router.post(f"/{NAME}/versions/{{number}}/unpin", response_model=Action)
 async def unpin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Let the weights be evicted again when they are idle."""
     services = services_of(request)
@@ -292,5 +279,5 @@ async def _within(seconds: float, step: Awaitable[None]) -> bool:
 
 
 def _acted(version: VersionRecord, number: int, action: str, is_done: bool) -> StoredResponse:
-    resource = ActionResource(name=version.name, version=number, digest=version.digest, action=action, is_done=is_done)
+    resource = Action(name=version.name, version=number, digest=version.digest, action=action, is_done=is_done)
     return StoredResponse(200 if is_done else 202, {}, encode(resource))

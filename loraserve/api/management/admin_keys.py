@@ -11,13 +11,15 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.new_keys import KeyResource, answer_new_key
-from loraserve.api.management.payloads.resources import PageResource, page_of
+from loraserve.api.management.payloads.new_keys import answer_new_key
+from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import ROOT, answer
 from loraserve.api.services import services_of
+from loraserve.contract.result import Page
+from loraserve.contract.tenant import AdminKey, NewAdminKey
 from loraserve.tenancy.idempotency import Once
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.tenancy.identity.keys import KeyRecord, NewKey
+from loraserve.tenancy.identity.keys import IssuedKey, KeyRecord
 
 router = APIRouter(prefix="/admin-keys")
 
@@ -39,22 +41,13 @@ class AdminKeyRotation(Body):
     """Seconds for which the old key works on."""
 
 
-class AdminKeyResource(KeyResource):
-    role: str
-
-
-class NewAdminKeyResource(AdminKeyResource):
-    key: str
-    """The secret. It is in this answer and nowhere else."""
-
-
-@router.post("", status_code=201, response_model=NewAdminKeyResource)
+@router.post("", status_code=201, response_model=NewAdminKey)
 async def create_admin_key(request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Create a key with a role. The secret is in this answer and nowhere else."""
     body = await read_body(request, AdminKeyCreate)
     keys = services_of(request).authenticator.admin_keys
 
-    async def work(once: Once[NewKey] | None) -> NewKey:
+    async def work(once: Once[IssuedKey] | None) -> IssuedKey:
         return await keys.create(
             name=body.name, role=body.role, actor=caller.key_id, expires_at=body.expires_at, once=once
         )
@@ -62,7 +55,7 @@ async def create_admin_key(request: Request, caller: Caller = Depends(_admin)) -
     return await _answer_new(request, caller, work)
 
 
-@router.get("", response_model=PageResource[AdminKeyResource])
+@router.get("", response_model=Page[AdminKey])
 async def list_admin_keys(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_operator)
 ) -> Response:
@@ -74,14 +67,14 @@ async def list_admin_keys(
     return answer(request, page_of(page, _resource))
 
 
-@router.post("/{admin_key_id}/rotate", status_code=201, response_model=NewAdminKeyResource)
+@router.post("/{admin_key_id}/rotate", status_code=201, response_model=NewAdminKey)
 async def rotate_admin_key(admin_key_id: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Create a key of the same name, role and end; the old one ends now, or after ``overlap_s``."""
     body = await read_body(request, AdminKeyRotation)
     keys = services_of(request).authenticator.admin_keys
     overlap = timedelta(seconds=min(max(body.overlap_s, -1.0), 1e9))
 
-    async def work(once: Once[NewKey] | None) -> NewKey:
+    async def work(once: Once[IssuedKey] | None) -> IssuedKey:
         return await keys.rotate(admin_key_id, overlap=overlap, actor=caller.key_id, once=once)
 
     return await _answer_new(request, caller, work)
@@ -94,12 +87,12 @@ async def revoke_admin_key(admin_key_id: str, request: Request, caller: Caller =
     return Response(status_code=204)
 
 
-def _resource(record: KeyRecord) -> AdminKeyResource:
-    return AdminKeyResource.of(record)
+def _resource(record: KeyRecord) -> AdminKey:
+    return resource_of(AdminKey, record)
 
 
 async def _answer_new(
-    request: Request, caller: Caller, work: Callable[[Once[NewKey] | None], Awaitable[NewKey]]
+    request: Request, caller: Caller, work: Callable[[Once[IssuedKey] | None], Awaitable[IssuedKey]]
 ) -> Response:
     return await answer_new_key(
         request,
@@ -107,5 +100,5 @@ async def _answer_new(
         work,
         location=lambda record: f"{ROOT}/admin-keys/{record.id}",
         resource=_resource,
-        with_secret=lambda key, secret: NewAdminKeyResource(**key.model_dump(), key=secret),
+        with_secret=lambda key, secret: NewAdminKey(**key.model_dump(), key=secret),
     )

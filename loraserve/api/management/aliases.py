@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Annotated
-
 from fastapi import APIRouter, Depends, Request
-from pydantic import AliasPath, BeforeValidator, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.resources import PageResource, Resource, SplitResource, page_of
+from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import (
     answer,
     answer_once,
@@ -22,6 +19,8 @@ from loraserve.api.management.payloads.responses import (
     revision_etag,
 )
 from loraserve.api.services import services_of
+from loraserve.contract.alias import Alias
+from loraserve.contract.result import Page
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.registry.records import AliasRecord, AliasTarget, ShadowPart, SplitPart
@@ -52,43 +51,23 @@ class AliasChange(Body):
     shadow: ShadowBody | None = None
 
 
-class ShadowResource(Resource):
-    version: int
-    share: float
-
-
-class AliasResource(Resource):
-    adapter: str
-    name: str
-    version: int
-    """Version of the alias; of a split, the version with the largest weight."""
-    split: Annotated[list[SplitResource] | None, BeforeValidator(lambda parts: parts or None)] = Field(
-        validation_alias=AliasPath("target", "split")
-    )
-    """null: all its traffic goes to `version`."""
-    shadow: ShadowResource | None
-    revision: int
-    """Number in the alias's ETag."""
-    updated_at: datetime
-
-
-@router.get("", response_model=PageResource[AliasResource])
+@router.get("", response_model=Page[Alias])
 async def list_aliases(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
     """List the adapter's aliases by name."""
     page = await services_of(request).registry.aliases.list(caller.tenant, name, limit=limit, cursor=cursor)
-    return answer(request, page_of(page, AliasResource.of))
+    return answer(request, page_of(page, _alias))
 
 
-@router.get("/{alias}", response_model=AliasResource)
+@router.get("/{alias}", response_model=Alias)
 async def get_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     """Return the alias. ``If-Match`` takes its ETag."""
     record = await services_of(request).registry.aliases.get(caller.tenant, name, alias)
-    return answer(request, AliasResource.of(record), etag=revision_etag(record.revision))
+    return answer(request, _alias(record), etag=revision_etag(record.revision))
 
 
-@router.put("/{alias}", response_model=AliasResource)
+@router.put("/{alias}", response_model=Alias)
 async def put_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Move the alias to another version, or split it over several.
 
@@ -103,7 +82,7 @@ async def put_alias(name: str, alias: str, request: Request, caller: Caller = De
     return respond(_rendered(record, status=201 if is_new else 200))
 
 
-@router.post("/{alias}/rollback", response_model=AliasResource)
+@router.post("/{alias}/rollback", response_model=Alias)
 async def rollback_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Move the alias back to its previous target.
 
@@ -146,5 +125,9 @@ def _target(body: AliasChange) -> AliasTarget:
     return AliasTarget(body.version)
 
 
+def _alias(record: AliasRecord) -> Alias:
+    return resource_of(Alias, record, split=record.target.split or None)
+
+
 def _rendered(record: AliasRecord, *, status: int = 200) -> StoredResponse:
-    return rendered(AliasResource.of(record), status=status, etag=revision_etag(record.revision))
+    return rendered(_alias(record), status=status, etag=revision_etag(record.revision))

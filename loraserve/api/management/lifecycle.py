@@ -11,9 +11,10 @@ from starlette.responses import Response
 from loraserve.api import scopes
 from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.resources import AdapterResource, VersionResource
+from loraserve.api.management.payloads.resources import adapter_of, version_of
 from loraserve.api.management.payloads.responses import answer, answer_once, rendered
 from loraserve.api.services import services_of
+from loraserve.contract.adapter import Adapter, Version
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.records import AdapterRecord, VersionRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
@@ -45,25 +46,25 @@ class AdapterEdit(VersionEdit):
         return replace(super().as_edit(), fallback=fallback if "fallback" in self.model_fields_set else None)
 
 
-@router.patch("", response_model=AdapterResource)
+@router.patch("", response_model=Adapter)
 async def edit_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Set the adapter's notes, tags and fallback. Absent fields stay as they are."""
     body = await read_body(request, AdapterEdit)
     registry = services_of(request).registry
     record = await registry.metadata.edit(caller.tenant, name, body.as_edit(), actor=caller.key_id)
-    return answer(request, AdapterResource.on_base(record, registry.served_base.digest))
+    return answer(request, adapter_of(record, registry.served_base.digest))
 
 
-@router.patch("/versions/{number}", response_model=VersionResource)
+@router.patch("/versions/{number}", response_model=Version)
 async def edit_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Set the version's notes and tags. Absent fields stay as they are."""
     body = await read_body(request, VersionEdit)
     registry = services_of(request).registry
     record = await registry.metadata.edit_version(caller.tenant, name, number, body.as_edit(), actor=caller.key_id)
-    return answer(request, VersionResource.on_base(record, registry.served_base.digest))
+    return answer(request, version_of(record, registry.served_base.digest))
 
 
-@router.post("/restore", response_model=AdapterResource)
+@router.post("/restore", response_model=Adapter)
 async def restore_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Restore the deleted adapter with the versions deleted with it, and its aliases.
 
@@ -75,12 +76,12 @@ async def restore_adapter(name: str, request: Request, caller: Caller = Depends(
         return await registry.restorer.restore(caller.tenant, name, actor=caller.key_id, once=once)
 
     def render(record: AdapterRecord) -> StoredResponse:
-        return rendered(AdapterResource.on_base(record, registry.served_base.digest))
+        return rendered(adapter_of(record, registry.served_base.digest))
 
     return await answer_once(request, caller, b"", work, render)
 
 
-@router.post("/versions/{number}/restore", response_model=VersionResource)
+@router.post("/versions/{number}/restore", response_model=Version)
 async def restore_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Restore the deleted version under its number.
 
@@ -92,6 +93,6 @@ async def restore_version(name: str, number: int, request: Request, caller: Call
         return await registry.restorer.restore_version(caller.tenant, name, number, actor=caller.key_id, once=once)
 
     def render(record: VersionRecord) -> StoredResponse:
-        return rendered(VersionResource.on_base(record, registry.served_base.digest))
+        return rendered(version_of(record, registry.served_base.digest))
 
     return await answer_once(request, caller, b"", work, render)

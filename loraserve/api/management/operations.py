@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from datetime import datetime
-from typing import Any
-
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, rendered, respond
 from loraserve.api.services import services_of
+from loraserve.contract.operation import Operation
+from loraserve.contract.result import Page
 from loraserve.registry.operations import OperationRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
@@ -32,31 +30,7 @@ class PullCreate(Body):
     promote: bool = True
 
 
-class ProgressResource(Resource):
-    bytes_done: int
-    bytes_total: int | None
-    """null: not known yet."""
-
-
-class OperationResource(Resource):
-    id: str
-    kind: str
-    target: str
-    state: str
-    """running, done, failed, cancelled."""
-    progress: ProgressResource
-    result: dict[str, Any] | None
-    error: dict[str, str] | None
-    created_at: datetime
-    updated_at: datetime
-
-    @classmethod
-    def of_operation(cls, record: OperationRecord) -> OperationResource:
-        values = {field.name: getattr(record, field.name) for field in fields(record)}
-        return cls.model_validate(values | {"progress": ProgressResource.of(record)})
-
-
-@router.post(f"/adapters/{NAME}/pulls", status_code=202, response_model=OperationResource)
+@router.post(f"/adapters/{NAME}/pulls", status_code=202, response_model=Operation)
 async def pull_adapter(name: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Have the server fetch an adapter from an allowed hub or bucket, and publish it.
 
@@ -75,11 +49,16 @@ async def pull_adapter(name: str, request: Request, caller: Caller = Depends(_ad
     return await answer_once(request, caller, content, work, _begun)
 
 
+def _operation(record: OperationRecord) -> Operation:
+    progress = {"bytes_done": record.bytes_done, "bytes_total": record.bytes_total}
+    return resource_of(Operation, record, progress=progress)
+
+
 def _begun(record: OperationRecord) -> StoredResponse:
-    return rendered(OperationResource.of_operation(record), status=202, location=f"{ROOT}/operations/{record.id}")
+    return rendered(_operation(record), status=202, location=f"{ROOT}/operations/{record.id}")
 
 
-@router.get("/operations", response_model=PageResource[OperationResource])
+@router.get("/operations", response_model=Page[Operation])
 async def list_operations(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
@@ -88,16 +67,16 @@ async def list_operations(
     An admin key that names no tenant gets those of all.
     """
     page = await services_of(request).registry.operations.list(_visible_tenant(caller), limit=limit, cursor=cursor)
-    return answer(request, page_of(page, OperationResource.of_operation))
+    return answer(request, page_of(page, _operation))
 
 
-@router.get("/operations/{operation_id}", response_model=OperationResource)
+@router.get("/operations/{operation_id}", response_model=Operation)
 async def get_operation(operation_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     record = await services_of(request).registry.operations.get(_visible_tenant(caller), operation_id)
-    return answer(request, OperationResource.of_operation(record))
+    return answer(request, _operation(record))
 
 
-@router.delete("/operations/{operation_id}", status_code=202, response_model=OperationResource)
+@router.delete("/operations/{operation_id}", status_code=202, response_model=Operation)
 async def cancel_operation(operation_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Cancel it: it ends soon, whichever server does it.
 
@@ -105,7 +84,7 @@ async def cancel_operation(operation_id: str, request: Request, caller: Caller =
     """
     operations = services_of(request).registry.operations
     record = await operations.cancel(_visible_tenant(caller), operation_id, actor=caller.key_id)
-    return respond(rendered(OperationResource.of_operation(record), status=202))
+    return respond(rendered(_operation(record), status=202))
 
 
 def _visible_tenant(caller: Caller) -> TenantId | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.resources import PageResource, Resource
 from loraserve.api.management.payloads.responses import answer
 from loraserve.api.services import services_of
+from loraserve.contract import residency
+from loraserve.contract.residency import Memory, ResidencyPage, Tiers
 from loraserve.registry.records import OTHER_BASE
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.types import AdapterResidency, Digest, Tier
+from loraserve.types import AdapterResidency, Digest, EngineStats, Tier
 
 if TYPE_CHECKING:
     from loraserve.registry.residency import OwnedVersion
@@ -28,71 +28,7 @@ _PAGES_S = 10.0
 _reader = scopes.require(scopes.ADAPTERS_READ)
 
 
-class ResidencyResource(Resource):
-    tenant: str
-    name: str
-    version: int
-    digest: str
-    size_bytes: int
-    """Bytes of its files, which are on disk wherever else it is. Versions of one digest share their
-    weights: a sum of sizes, on disk or in memory, counts each digest once.
-    """
-    state: str
-    """ready; quarantined; other_base (this server serves another base)."""
-    tier: Tier
-    device_bytes: int
-    host_bytes: int
-    num_pins: int | None
-    """Requests for this version, alone or in a sum, that are being answered. null for a tenant's
-    key.
-    """
-    is_pinned: bool
-    last_used_s: float | None
-    """Seconds since this version's last use, a tenant's own. null: not used since the server
-    started.
-    """
-    dtype: str | None
-    """Format of its matrices (fp32, bf16, fp16, int8); null: it's in no memory."""
-    precision_loss: float | None
-    """Largest relative error over its modules of the update in memory, compared with the
-    uploaded one. null: it's in no memory.
-    """
-    uses_per_s: float | None
-    """Recent requests for this version per second, decaying; null for a tenant's key."""
-
-
-class TiersResource(Resource):
-    device: list[str]
-    """Digests of adapters on the device."""
-    loading: list[str]
-    host: list[str]
-    """Digests of adapters in the host's memory alone."""
-
-
-class MemoryResource(Resource):
-    """Use of each memory tier, by the engine's last heartbeat."""
-
-    budget_bytes: int = Field(validation_alias="device_bytes")
-    """Maximum bytes of the device for KV blocks and adapters together: the sum of the five below.
-    """
-    kv_used_bytes: int = Field(validation_alias="kv_bytes_used")
-    kv_idle_bytes: int = Field(validation_alias="kv_bytes_idle")
-    adapters_used_bytes: int = Field(validation_alias="adapter_bytes_used")
-    """Bytes of adapters that are pinned or being loaded."""
-    adapters_idle_bytes: int = Field(validation_alias="adapter_bytes_idle")
-    free_bytes: int
-    num_device_adapters: int = Field(validation_alias="device_adapters")
-    host_budget_bytes: int = Field(validation_alias="host_adapter_budget_bytes")
-    host_adapter_bytes: int
-    num_host_adapters: int = Field(validation_alias="host_adapters")
-
-
-class ResidencyPageResource(PageResource[ResidencyResource]):
-    memory: MemoryResource | None
-    """null for a tenant's key: it would reveal what other tenants do."""
-
-
-@router.get("/residency", response_model=ResidencyPageResource)
+@router.get("/residency", response_model=ResidencyPage)
 async def get_residency(
     request: Request,
     limit: int = 50,
@@ -132,7 +68,7 @@ async def get_residency(
     )
     served, load = registry.served_base.digest, services.metrics.adapter_load
 
-    def told(owned: OwnedVersion) -> ResidencyResource:
+    def told(owned: OwnedVersion) -> residency.AdapterResidency:
         if caller.is_operator:
             uses = _Uses(
                 registry.last_used.seconds_since_anyone(owned), load.num_running(owned), load.uses_per_s(owned)
@@ -143,15 +79,15 @@ async def get_residency(
 
     return answer(
         request,
-        ResidencyPageResource(
+        ResidencyPage(
             data=[told(owned) for owned in page.items],
             next_cursor=page.next_cursor,
-            memory=MemoryResource.of(services.engine.stats) if caller.is_operator else None,
+            memory=memory_of(services.engine.stats) if caller.is_operator else None,
         ),
     )
 
 
-@router.get("/residency/tiers", response_model=TiersResource)
+@router.get("/residency/tiers", response_model=Tiers)
 async def get_tiers(request: Request, caller: Caller = Depends(_reader)) -> Response:
     """List the digests in each tier of memory, as they were at most two seconds ago.
 
@@ -168,19 +104,37 @@ async def get_tiers(request: Request, caller: Caller = Depends(_reader)) -> Resp
     return Response(body, media_type="application/json")
 
 
+def memory_of(stats: EngineStats) -> Memory:
+    """Read the use of memory from the engine's figures."""
+    return Memory(
+        budget_bytes=stats.device_bytes,
+        kv_used_bytes=stats.kv_bytes_used,
+        kv_idle_bytes=stats.kv_bytes_idle,
+        adapters_used_bytes=stats.adapter_bytes_used,
+        adapters_idle_bytes=stats.adapter_bytes_idle,
+        free_bytes=stats.free_bytes,
+        num_device_adapters=stats.device_adapters,
+        host_budget_bytes=stats.host_adapter_budget_bytes,
+        host_adapter_bytes=stats.host_adapter_bytes,
+        num_host_adapters=stats.host_adapters,
+    )
+
+
 class _Uses(NamedTuple):
     last_used_s: float | None
     num_pins: int | None = None
     uses_per_s: float | None = None
 
 
-def _row(owned: OwnedVersion, one: AdapterResidency | None, served: Digest | None, uses: _Uses) -> ResidencyResource:
+def _row(
+    owned: OwnedVersion, one: AdapterResidency | None, served: Digest | None, uses: _Uses
+) -> residency.AdapterResidency:
     """Return where the version is.
 
     Args:
         uses: by version, which the engine doesn't know: it knows digests alone.
     """
-    return ResidencyResource(
+    return residency.AdapterResidency(
         tenant=owned.tenant_name,
         name=owned.name,
         version=owned.version,

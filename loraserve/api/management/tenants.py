@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime
-from typing import Any
+from functools import partial
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import AwareDatetime, Field
@@ -12,8 +11,8 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.new_keys import KeyResource, answer_new_key
-from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.new_keys import answer_new_key
+from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import (
     ROOT,
     answer,
@@ -23,9 +22,11 @@ from loraserve.api.management.payloads.responses import (
     respond,
 )
 from loraserve.api.services import services_of
+from loraserve.contract.result import Page
+from loraserve.contract.tenant import Key, NewKey, Tenant
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.tenancy.identity.keys import TENANT_SCOPES, NewKey
+from loraserve.tenancy.identity.keys import TENANT_SCOPES, IssuedKey
 from loraserve.tenancy.identity.policy import LIMIT_NAMES, NO_POLICY
 from loraserve.tenancy.identity.tenants import TenantChange, TenantRecord
 
@@ -96,35 +97,7 @@ class KeyCreate(Body):
     expires_at: AwareDatetime | None = Field(default=None, strict=False)
 
 
-class TenantResource(Resource):
-    id: str
-    name: str
-    limits: dict[str, int | float | None]
-    """null: only the server's own bounds."""
-    weight: float
-    prices: dict[str, Any] | None
-    """Prices per million tokens, as decimal text; null: its tokens have no price."""
-    created_at: datetime
-
-    @classmethod
-    def of_tenant(cls, record: TenantRecord) -> TenantResource:
-        policy = record.policy
-        return cls(
-            id=record.id,
-            name=record.name,
-            limits=asdict(policy.limits),
-            weight=policy.weight,
-            prices=None if policy.prices is None else policy.prices.as_json(),
-            created_at=record.created_at,
-        )
-
-
-class NewKeyResource(KeyResource):
-    key: str
-    """The secret. It is in this answer and nowhere else."""
-
-
-@router.post("", status_code=201, response_model=TenantResource)
+@router.post("", status_code=201, response_model=Tenant)
 async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> Response:
     body = await read_body(request, TenantCreate)
     policy = body.as_change().apply(NO_POLICY)
@@ -134,26 +107,26 @@ async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> R
         return await tenants.create(body.name, actor=caller.key_id, policy=policy, once=once)
 
     def render(record: TenantRecord) -> StoredResponse:
-        return rendered(TenantResource.of_tenant(record), status=201, location=f"{ROOT}/tenants/{record.name}")
+        return rendered(_tenant(record), status=201, location=f"{ROOT}/tenants/{record.name}")
 
     return await answer_once(request, caller, await request.body(), work, render)
 
 
-@router.get("", response_model=PageResource[TenantResource])
+@router.get("", response_model=Page[Tenant])
 async def list_tenants(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_operator)
 ) -> Response:
     """List all tenants by name."""
     page = await services_of(request).authenticator.tenants.list(limit=limit, cursor=cursor)
-    return answer(request, page_of(page, TenantResource.of_tenant))
+    return answer(request, page_of(page, _tenant))
 
 
-@router.get("/{tenant}", response_model=TenantResource)
+@router.get("/{tenant}", response_model=Tenant)
 async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_operator)) -> Response:
-    return answer(request, TenantResource.of_tenant(await services_of(request).authenticator.tenants.get(tenant)))
+    return answer(request, _tenant(await services_of(request).authenticator.tenants.get(tenant)))
 
 
-@router.patch("/{tenant}", response_model=TenantResource)
+@router.patch("/{tenant}", response_model=Tenant)
 async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Set the tenant's limits, weight and prices.
 
@@ -165,9 +138,9 @@ async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(
         tenant,
         body.as_change(),
         actor=caller.key_id,
-        check=lambda before: check_content_match(request, TenantResource.of_tenant(before)),
+        check=lambda before: check_content_match(request, _tenant(before)),
     )
-    return respond(rendered(TenantResource.of_tenant(record)))
+    return respond(rendered(_tenant(record)))
 
 
 @router.delete("/{tenant}", status_code=204)
@@ -177,7 +150,7 @@ async def delete_tenant(tenant: str, request: Request, caller: Caller = Depends(
     return Response(status_code=204)
 
 
-@router.post("/{tenant}/keys", status_code=201, response_model=NewKeyResource)
+@router.post("/{tenant}/keys", status_code=201, response_model=NewKey)
 async def create_key(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Create a key with all of a tenant's scopes, or those named, or ``metrics:read`` alone.
 
@@ -187,7 +160,7 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
 
-    async def work(once: Once[NewKey] | None) -> NewKey:
+    async def work(once: Once[IssuedKey] | None) -> IssuedKey:
         return await authenticator.keys.create(
             owner.id,
             name=body.name,
@@ -202,12 +175,12 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
         caller,
         work,
         location=lambda record: f"{ROOT}/tenants/{owner.name}/keys/{record.id}",
-        resource=KeyResource.of,
-        with_secret=lambda key, secret: NewKeyResource(**key.model_dump(), key=secret),
+        resource=partial(resource_of, Key),
+        with_secret=lambda key, secret: NewKey(**key.model_dump(), key=secret),
     )
 
 
-@router.get("/{tenant}/keys", response_model=PageResource[KeyResource])
+@router.get("/{tenant}/keys", response_model=Page[Key])
 async def list_keys(
     tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_operator)
 ) -> Response:
@@ -218,7 +191,7 @@ async def list_keys(
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
     page = await authenticator.keys.list(owner.id, limit=limit, cursor=cursor)
-    return answer(request, page_of(page, KeyResource.of))
+    return answer(request, page_of(page, partial(resource_of, Key)))
 
 
 @router.delete("/{tenant}/keys/{key_id}", status_code=204)
@@ -228,3 +201,14 @@ async def revoke_key(tenant: str, key_id: str, request: Request, caller: Caller 
     owner = await authenticator.tenants.get(tenant)
     await authenticator.keys.revoke(owner.id, key_id, actor=caller.key_id)
     return Response(status_code=204)
+
+
+def _tenant(record: TenantRecord) -> Tenant:
+    policy = record.policy
+    return resource_of(
+        Tenant,
+        record,
+        limits=asdict(policy.limits),
+        weight=policy.weight,
+        prices=None if policy.prices is None else policy.prices.as_json(),
+    )

@@ -12,11 +12,14 @@ from starlette.responses import Response
 from loraserve.api import scopes
 from loraserve.api.http.request_path import NAME
 from loraserve.api.management.adapters import check_query
-from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import answer
 from loraserve.api.metrics.durations import quantile
-from loraserve.api.metrics.version_traffic import Role, TrafficTally, VersionKey
+from loraserve.api.metrics.version_traffic import TrafficTally, VersionKey
 from loraserve.api.services import services_of
+from loraserve.contract.alias import ShadowHour
+from loraserve.contract.result import Page
+from loraserve.contract.traffic import Durations, Traffic, VersionTraffic
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.auth import Caller
@@ -32,66 +35,7 @@ _MIN_MINUTES = int(2 * LIMITS.traffic_slot_s / 60)
 _MAX_MINUTES = int(LIMITS.traffic_s / 60)
 
 
-class DurationsResource(Resource):
-    """Percentiles of durations in seconds, each at most 25 % too long."""
-
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of_counts(cls, counts: list[int]) -> DurationsResource | None:
-        """Return the percentiles; None without a duration."""
-        p50, p95, p99 = (quantile(counts, part) for part in (0.5, 0.95, 0.99))
-        return None if p50 is None or p95 is None or p99 is None else cls(p50=p50, p95=p95, p99=p99)
-
-
-class VersionTrafficResource(Resource):
-    """Requests that a version answered, or as a shadow ran copies of."""
-
-    version: int
-    digest: str
-    """Identity of the version: a deleted adapter's name and numbers may be used again."""
-    role: Role
-    """answer, or shadow."""
-    num_requests: int
-    """Choices that ended; for a shadow, copies that were compared or failed."""
-    num_failed: int
-    """Number of them that ended by an error."""
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    first_token_s: DurationsResource | None
-    """Time to the first token; a shadow's from the start of its copy. null: none was measured."""
-    per_token_s: DurationsResource | None
-    """Mean time between tokens, after the first."""
-
-    @classmethod
-    def of_tally(cls, key: VersionKey, tally: TrafficTally) -> VersionTrafficResource:
-        """Return the resource of a version's sum."""
-        return cls(
-            version=key.version,
-            digest=key.digest,
-            role=key.role,
-            num_requests=tally.num_requests,
-            num_failed=tally.num_failed,
-            prompt_tokens=tally.prompt_tokens,
-            cached_tokens=tally.cached_tokens,
-            completion_tokens=tally.completion_tokens,
-            first_token_s=DurationsResource.of_counts(tally.first_token_counts),
-            per_token_s=DurationsResource.of_counts(tally.per_token_counts),
-        )
-
-
-class TrafficResource(Resource):
-    since: datetime
-    """Instant from which requests are counted: the beginning of a five-minute slot."""
-    at: datetime
-    data: list[VersionTrafficResource]
-    """Versions with requests, by number."""
-
-
-@router.get("/traffic", response_model=TrafficResource)
+@router.get("/traffic", response_model=Traffic)
 async def get_traffic(
     name: str,
     request: Request,
@@ -112,46 +56,15 @@ async def get_traffic(
     sums = traffic.of(caller.tenant, adapter.name, 60 * minutes)
     return answer(
         request,
-        TrafficResource(
+        Traffic(
             since=datetime.fromtimestamp(traffic.since(60 * minutes), UTC),
             at=datetime.fromtimestamp(services.clock(), UTC),
-            data=[VersionTrafficResource.of_tally(key, tally) for key, tally in sums.items()],
+            data=[_version_traffic(key, tally) for key, tally in sums.items()],
         ),
     )
 
 
-class ShadowHourResource(Resource):
-    hour: datetime
-    """Its first instant."""
-    version: int
-    """Version that answered."""
-    shadow_version: int
-    num_requests: int
-    num_failed: int
-    """Number of requests that the shadow failed to answer."""
-    num_equal: int
-    """Number of requests with equal tokens from both."""
-    num_tokens: int
-    """The answers', of those that the shadow answered too."""
-    num_agreed_tokens: int
-    """Number of tokens before the first that differs."""
-    live_ms: int
-    shadow_ms: int
-    """Milliseconds from the request to the last token, summed over the requests that both answered.
-    """
-
-    @classmethod
-    def of_hour(cls, record: ShadowHourRecord) -> ShadowHourResource:
-        """Return the resource of an hour, with the fields of its tally."""
-        return cls(
-            hour=record.hour,
-            version=record.version,
-            shadow_version=record.shadow_version,
-            **asdict(record.tally),
-        )
-
-
-@router.get("/aliases/{alias}/shadow", response_model=PageResource[ShadowHourResource])
+@router.get("/aliases/{alias}/shadow", response_model=Page[ShadowHour])
 async def list_shadow_hours(
     name: str,
     alias: str,
@@ -162,4 +75,28 @@ async def list_shadow_hours(
 ) -> Response:
     """List the hours in which copies ran on the alias's shadow version, newest first."""
     page = await services_of(request).registry.shadow_hours.list(caller.tenant, name, alias, limit=limit, cursor=cursor)
-    return answer(request, page_of(page, ShadowHourResource.of_hour))
+    return answer(request, page_of(page, _shadow_hour))
+
+
+def _version_traffic(key: VersionKey, tally: TrafficTally) -> VersionTraffic:
+    return resource_of(
+        VersionTraffic,
+        tally,
+        version=key.version,
+        digest=key.digest,
+        role=key.role,
+        first_token_s=_durations(tally.first_token_counts),
+        per_token_s=_durations(tally.per_token_counts),
+    )
+
+
+def _durations(counts: list[int]) -> Durations | None:
+    """Compute the percentiles; None without a duration."""
+    p50, p95, p99 = (quantile(counts, part) for part in (0.5, 0.95, 0.99))
+    return None if p50 is None or p95 is None or p99 is None else Durations(p50=p50, p95=p95, p99=p99)
+
+
+def _shadow_hour(record: ShadowHourRecord) -> ShadowHour:
+    return ShadowHour(
+        hour=record.hour, version=record.version, shadow_version=record.shadow_version, **asdict(record.tally)
+    )

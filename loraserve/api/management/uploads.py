@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable
-from datetime import datetime
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,9 +16,10 @@ from loraserve.adapters.extra_files import FILE_NAMES, INDEX, ExtraFiles
 from loraserve.api import scopes
 from loraserve.api.http.json_body import parse_json
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.resources import Resource
+from loraserve.api.management.payloads.resources import resource_of
 from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, rendered, respond
 from loraserve.api.services import services_of
+from loraserve.contract.operation import Upload
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.registry.records import Published
@@ -43,18 +43,7 @@ class UploadCreate(Body):
     size: int
 
 
-class UploadResource(Resource):
-    id: str
-    sha256: str
-    size: int
-    received: int
-    """Bytes from the first on that are durable: where the next piece begins."""
-    is_complete: bool
-    """The whole blob is there, and hashes to its digest."""
-    expires_at: datetime
-
-
-@router.post("", status_code=201, response_model=UploadResource)
+@router.post("", status_code=201, response_model=Upload)
 async def create_upload(request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Announce a blob.
 
@@ -77,20 +66,20 @@ async def create_upload(request: Request, caller: Caller = Depends(_writer)) -> 
 def _created(result: tuple[UploadRecord, bool]) -> StoredResponse:
     record, is_new = result
     status, location = 201 if is_new else 200, f"{ROOT}/uploads/{record.id}"
-    return rendered(UploadResource.of(record), status=status, location=location)
+    return rendered(resource_of(Upload, record), status=status, location=location)
 
 
-@router.get("/{upload_id}", response_model=UploadResource)
+@router.get("/{upload_id}", response_model=Upload)
 async def get_upload(upload_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     """Return the upload's progress.
 
     It is completed if its last byte came just before its server ended.
     """
     record = await services_of(request).registry.uploads.resumable.finish(caller.tenant, upload_id)
-    return answer(request, UploadResource.of(record))
+    return answer(request, resource_of(Upload, record))
 
 
-@router.patch("/{upload_id}", response_model=UploadResource)
+@router.patch("/{upload_id}", response_model=Upload)
 async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Receive the next piece, of any length: ``Content-Range: bytes FIRST-LAST/SIZE``.
 
@@ -105,7 +94,7 @@ async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(
     record = await services.registry.uploads.resumable.receive(
         caller.tenant, upload_id, start, end, size, request.stream(), sender_of(request)
     )
-    return respond(rendered(UploadResource.of(record)))
+    return respond(rendered(resource_of(Upload, record)))
 
 
 @router.delete("/{upload_id}", status_code=204)

@@ -12,9 +12,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.resources import PageResource, Resource
 from loraserve.api.management.payloads.responses import answer, content_etag, header_list
 from loraserve.api.services import Services, services_of
+from loraserve.contract import usage
+from loraserve.contract.result import Page
 from loraserve.errors import InvalidRequest, NotFound
 from loraserve.tenancy.billing.journal import Amounts
 from loraserve.tenancy.billing.meter import plain
@@ -30,42 +31,7 @@ _FORMATS = ("json", "csv")
 _CSV = "text/csv"
 
 
-class UsageResource(Resource):
-    """Usage of one group. It has the fields that it was grouped by, and no others of these six."""
-
-    tenant: str | None = None
-    tenant_id: str | None = None
-    """Stable id of the tenant: a name may be reused after a delete."""
-    adapter: str | None = None
-    """``NAME``, ``OWNER/NAME``, or a sum of adapters; null: the base."""
-    version: int | None = None
-    """null: the base, or a sum."""
-    hour: str | None = None
-    """Its beginning, in UTC: ``2026-11-21T17:00:00Z``."""
-    day: str | None = None
-    num_requests: int
-    """Number of requests with at least one delivered token."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens found in the prefix cache, and prompts of answers that the result cache had."""
-    completion_tokens: int
-    """Tokens delivered to clients."""
-    undelivered_tokens: int
-    """Tokens generated for clients that had left, or for answers that failed. They cost nothing."""
-    num_cached_requests: int
-    """Requests, among `num_requests`, whose answers the result cache had."""
-    cached_completion_tokens: int
-    """Tokens, among `completion_tokens`, of these answers, at most at the cached price."""
-    cost: str | None
-    """Exact cost by the prices at the time of use; null: there were none."""
-    currency: str | None
-
-
-class UsagePageResource(PageResource[UsageResource]):
-    pass
-
-
-@router.get("/usage", response_model=UsagePageResource, response_model_exclude_unset=True)
+@router.get("/usage", response_model=Page[usage.UsageSum], response_model_exclude_unset=True)
 async def get_usage(
     request: Request,
     tenant: str | None = None,
@@ -101,7 +67,7 @@ async def get_usage(
     page = await reports.page(query, limit=limit, cursor=cursor)
     return answer(
         request,
-        UsagePageResource(data=[UsageResource(**_fields(item)) for item in page.items], next_cursor=page.next_cursor),
+        Page(data=[usage.UsageSum(**_fields(item)) for item in page.items], next_cursor=page.next_cursor),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel
 
 from loraserve.api import scopes
 from loraserve.api.batch_lines import ENDPOINTS
@@ -14,6 +13,8 @@ from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.openai.files import check_ttl
 from loraserve.api.services import services_of
 from loraserve.batches.records import BatchRecord, NewBatch
+from loraserve.contract.batch import Batch
+from loraserve.contract.result import IdPage
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.auth import Caller
@@ -37,102 +38,8 @@ class BatchCreate(Body):
     output_expires_after: OutputExpiry | None = None
 
 
-class InputError(BaseModel):
-    code: str
-    message: str
-    param: str | None
-    line: int | None
-
-
-class InputErrors(BaseModel):
-    object: Literal["list"]
-    data: list[InputError]
-
-
-class LineCounts(BaseModel):
-    total: int
-    completed: int
-    failed: int
-
-
-class CachedDetails(BaseModel):
-    cached_tokens: int
-
-
-class ReasoningDetails(BaseModel):
-    reasoning_tokens: int
-
-
-class BatchTokens(BaseModel):
-    input_tokens: int
-    input_tokens_details: CachedDetails
-    output_tokens: int
-    output_tokens_details: ReasoningDetails
-    total_tokens: int
-
-
-class BatchResource(BaseModel):
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    errors: InputErrors | None
-    input_file_id: str
-    completion_window: str
-    status: str
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    expires_at: int
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: LineCounts
-    usage: BatchTokens
-    metadata: dict[str, str] | None
-
-    @classmethod
-    def of(cls, record: BatchRecord) -> BatchResource:
-        states = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-        fields: dict[str, Any] = {f"{state}_at": record.times.get(state) for state in states}
-        return cls.model_validate(
-            fields
-            | {
-                "id": record.id,
-                "object": "batch",
-                "endpoint": record.endpoint,
-                "errors": None if record.errors is None else {"object": "list", "data": record.errors},
-                "input_file_id": record.input_file_id,
-                "completion_window": record.completion_window,
-                "status": record.state,
-                "output_file_id": record.output_file_id,
-                "error_file_id": record.error_file_id,
-                "created_at": int(record.created_at.timestamp()),
-                "expires_at": int(record.expires_at.timestamp()),
-                "request_counts": {
-                    "total": record.num_lines,
-                    "completed": record.num_completed,
-                    "failed": record.num_failed,
-                },
-                "usage": _tokens(record),
-                "metadata": record.metadata,
-            }
-        )
-
-
-class BatchList(BaseModel):
-    object: Literal["list"]
-    data: list[BatchResource]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 @router.post("/batches")
-async def create_batch(request: Request, caller: Caller = Depends(_user)) -> BatchResource:
+async def create_batch(request: Request, caller: Caller = Depends(_user)) -> Batch:
     """Make a batch of a file's requests. It is checked next, and computed within a day.
 
     Raises:
@@ -156,7 +63,7 @@ async def create_batch(request: Request, caller: Caller = Depends(_user)) -> Bat
         body.metadata,
         None if expiry is None else check_ttl(expiry.seconds, "output_expires_after.seconds"),
     )
-    return BatchResource.of(await services.batches.create(caller.tenant, new, actor=caller.key_id))
+    return _batch(await services.batches.create(caller.tenant, new, actor=caller.key_id))
 
 
 @router.get("/batches")
@@ -165,12 +72,12 @@ async def list_batches(
     caller: Caller = Depends(_user),
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str | None, Query(max_length=64)] = None,
-) -> BatchList:
+) -> IdPage[Batch]:
     """List the tenant's batches, the newest first."""
     check_query(request, "limit", "after")
     found = await services_of(request).batches.list(caller.tenant, limit=limit, after=after)
-    data = [BatchResource.of(record) for record in found.items]
-    return BatchList(
+    data = [_batch(record) for record in found.items]
+    return IdPage[Batch](
         object="list",
         data=data,
         first_id=data[0].id if data else None,
@@ -180,13 +87,13 @@ async def list_batches(
 
 
 @router.get("/batches/{batch_id}")
-async def get_batch(batch_id: str, request: Request, caller: Caller = Depends(_user)) -> BatchResource:
+async def get_batch(batch_id: str, request: Request, caller: Caller = Depends(_user)) -> Batch:
     """Return how far the batch has come."""
-    return BatchResource.of(await services_of(request).batches.get(caller.tenant, batch_id))
+    return _batch(await services_of(request).batches.get(caller.tenant, batch_id))
 
 
 @router.post("/batches/{batch_id}/cancel")
-async def cancel_batch(batch_id: str, request: Request, caller: Caller = Depends(_user)) -> BatchResource:
+async def cancel_batch(batch_id: str, request: Request, caller: Caller = Depends(_user)) -> Batch:
     """Cancel the batch. What is done by then is in its output file.
 
     Raises:
@@ -194,7 +101,7 @@ async def cancel_batch(batch_id: str, request: Request, caller: Caller = Depends
         Conflict: it has ended.
     """
     batch = await services_of(request).batches.cancel(caller.tenant, batch_id, actor=caller.key_id)
-    return BatchResource.of(batch)
+    return _batch(batch)
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> None:
@@ -209,6 +116,35 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
                 f"a value {LIMITS.max_metadata_value_length}.",
                 param="metadata",
             )
+
+
+def _batch(record: BatchRecord) -> Batch:
+    states = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    fields: dict[str, Any] = {f"{state}_at": record.times.get(state) for state in states}
+    return Batch.model_validate(
+        fields
+        | {
+            "id": record.id,
+            "object": "batch",
+            "endpoint": record.endpoint,
+            "errors": None if record.errors is None else {"object": "list", "data": record.errors},
+            "input_file_id": record.input_file_id,
+            "completion_window": record.completion_window,
+            "status": record.state,
+            "output_file_id": record.output_file_id,
+            "error_file_id": record.error_file_id,
+            "created_at": int(record.created_at.timestamp()),
+            "expires_at": int(record.expires_at.timestamp()),
+            "request_counts": {
+                "total": record.num_lines,
+                "completed": record.num_completed,
+                "failed": record.num_failed,
+            },
+            "usage": _tokens(record),
+            "metadata": record.metadata,
+        },
+        extra="forbid",
+    )
 
 
 def _tokens(record: BatchRecord) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import unicodedata
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from loraserve.api import scopes
@@ -17,6 +16,8 @@ from loraserve.api.management.payloads.multipart import Form, ReadForm, multipar
 from loraserve.api.management.uploads import declared_bytes, sender_of
 from loraserve.api.services import services_of
 from loraserve.batches.records import INPUT, FileRecord
+from loraserve.contract.batch import DeletedFile, File
+from loraserve.contract.result import IdPage
 from loraserve.errors import BlobCorrupt, InvalidRequest
 from loraserve.limits import KIB, LIMITS
 from loraserve.tenancy.identity.auth import Caller
@@ -40,49 +41,8 @@ direction of writing, and what no reader can see.
 MAX_PAGE = 10_000
 
 
-class StoredFile(BaseModel):
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int | None
-    """null: it is kept until it is deleted."""
-    filename: str
-    purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"]
-
-    @classmethod
-    def of(cls, record: FileRecord) -> StoredFile:
-        return cls.model_validate(
-            {
-                "id": record.id,
-                "object": "file",
-                "bytes": record.size,
-                "created_at": int(record.created_at.timestamp()),
-                "expires_at": None if record.expires_at is None else int(record.expires_at.timestamp()),
-                "filename": record.filename,
-                "purpose": record.purpose,
-                "status": "processed",
-            }
-        )
-
-
-class FileList(BaseModel):
-    object: Literal["list"]
-    data: list[StoredFile]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedFile(BaseModel):
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
 @router.post("/files")
-async def create_file(request: Request, caller: Caller = Depends(_user)) -> StoredFile:
+async def create_file(request: Request, caller: Caller = Depends(_user)) -> File:
     """Store a batch's input: the parts ``file`` and ``purpose``, which is ``batch``.
 
     It is durable once this is answered.
@@ -106,7 +66,7 @@ async def create_file(request: Request, caller: Caller = Depends(_user)) -> Stor
         record = await services.files.add(
             caller.tenant, staged, _plain_name(form.filename), ttl_s=ttl_s, actor=caller.key_id
         )
-    return StoredFile.of(record)
+    return _file(record)
 
 
 @router.get("/files")
@@ -117,14 +77,14 @@ async def list_files(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = MAX_PAGE,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=64)] = None,
-) -> FileList:
+) -> IdPage[File]:
     """List the tenant's files, the newest first."""
     check_query(request, "purpose", "limit", "order", "after")
     found = await services_of(request).files.list(
         caller.tenant, purpose=purpose, limit=limit, after=after, is_ascending=order == "asc"
     )
-    data = [StoredFile.of(record) for record in found.items]
-    return FileList(
+    data = [_file(record) for record in found.items]
+    return IdPage[File](
         object="list",
         data=data,
         first_id=data[0].id if data else None,
@@ -134,9 +94,9 @@ async def list_files(
 
 
 @router.get("/files/{file_id}")
-async def get_file(file_id: str, request: Request, caller: Caller = Depends(_user)) -> StoredFile:
+async def get_file(file_id: str, request: Request, caller: Caller = Depends(_user)) -> File:
     """Return what is known of the file."""
-    return StoredFile.of(await services_of(request).files.get(caller.tenant, file_id))
+    return _file(await services_of(request).files.get(caller.tenant, file_id))
 
 
 @router.delete("/files/{file_id}")
@@ -159,6 +119,19 @@ async def get_file_content(file_id: str, request: Request, caller: Caller = Depe
         headers={"Content-Disposition": f'attachment; filename="{record.id}.jsonl"', "Cache-Control": "private"},
         media_type="application/jsonl",
         damaged=lambda: BlobCorrupt("The stored bytes of this file are damaged or missing.", hint="Upload it again."),
+    )
+
+
+def _file(record: FileRecord) -> File:
+    return File(
+        id=record.id,
+        object="file",
+        bytes=record.size,
+        created_at=int(record.created_at.timestamp()),
+        expires_at=None if record.expires_at is None else int(record.expires_at.timestamp()),
+        filename=record.filename,
+        purpose=record.purpose,
+        status="processed",
     )
 
 

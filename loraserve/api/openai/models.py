@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel
 
 from loraserve.api import scopes
 from loraserve.api.http.request_path import MODEL
 from loraserve.api.services import services_of
+from loraserve.contract.server import Model, ModelList
 from loraserve.registry.model_name import parse_model
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.types import BaseSpec
@@ -18,47 +17,6 @@ from loraserve.types import BaseSpec
 router = APIRouter()
 
 _require_inference = scopes.require(scopes.INFERENCE)
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    """Id of the base; null: this is the base."""
-    max_model_len: int
-
-    @classmethod
-    def of_base(cls, base: BaseSpec) -> Model:
-        # Files don't tell when a model was made; clients want a number.
-        return cls(
-            id=base.id,
-            object="model",
-            created=0,
-            owned_by="loraserve",
-            root=base.id,
-            parent=None,
-            max_model_len=base.max_model_len,
-        )
-
-    @classmethod
-    def of_adapter(cls, name: str, base: BaseSpec, *, owned_by: str, created_at: datetime, digest: str) -> Model:
-        return cls(
-            id=name,
-            object="model",
-            created=int(created_at.timestamp()),
-            owned_by=owned_by,
-            root=f"sha256:{digest}",
-            parent=base.id,
-            max_model_len=base.max_model_len,
-        )
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[Model]
 
 
 @router.get("/models")
@@ -70,12 +28,12 @@ async def list_models(request: Request, caller: Caller = Depends(_require_infere
     services = services_of(request)
     base = services.engine.base
     adapters = [
-        Model.of_adapter(item.model, base, owned_by=item.owned_by, created_at=item.created_at, digest=item.digest)
+        _adapter(item.model, base, owned_by=item.owned_by, created_at=item.created_at, digest=item.digest)
         for item in await services.registry.list_servable(caller.tenant)
         # the base's id wins over a tenant and an adapter of its
         if item.model != base.id
     ]
-    return ModelList(object="list", data=[Model.of_base(base), *adapters])
+    return ModelList(object="list", data=[_base(base), *adapters])
 
 
 @router.get(f"/models/{MODEL}")
@@ -92,14 +50,39 @@ async def get_model(model: str, request: Request, caller: Caller = Depends(_requ
     base = services.engine.base
     parsed = parse_model(model, base.id)
     if parsed.is_base:
-        return Model.of_base(base)
+        return _base(base)
     target = await services.registry.describe(caller.tenant, parsed)
     ref = target.ref
     owner = None if ref.tenant == caller.tenant or parsed.granted is None else parsed.granted[0]
-    return Model.of_adapter(
+    return _adapter(
         parsed.as_written(model, ref.name, is_granted=owner is not None),
         base,
         owned_by=owner or caller.tenant_name,
         created_at=target.created_at,
         digest=ref.digest,
+    )
+
+
+def _base(base: BaseSpec) -> Model:
+    # Files don't tell when a model was made; clients want a number.
+    return Model(
+        id=base.id,
+        object="model",
+        created=0,
+        owned_by="loraserve",
+        root=base.id,
+        parent=None,
+        max_model_len=base.max_model_len,
+    )
+
+
+def _adapter(name: str, base: BaseSpec, *, owned_by: str, created_at: datetime, digest: str) -> Model:
+    return Model(
+        id=name,
+        object="model",
+        created=int(created_at.timestamp()),
+        owned_by=owned_by,
+        root=f"sha256:{digest}",
+        parent=base.id,
+        max_model_len=base.max_model_len,
     )

@@ -15,8 +15,8 @@ from pydantic.json_schema import models_json_schema
 from loraserve.api import scopes
 from loraserve.api.errors import MANAGEMENT_PREFIX
 from loraserve.api.openapi import operations
-from loraserve.api.openapi.answers import Error, GenerateError, MessageError, Problem
 from loraserve.api.openapi.operations import JSON, Content
+from loraserve.contract.result import Error, GenerateError, MessageError, Problem
 
 Node = dict[str, Any]
 

@@ -34,19 +34,11 @@ from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatc
 from loraserve.api.management.uploads import UploadCreate
 from loraserve.api.openai.batches import BatchCreate
 from loraserve.api.openai.responses.body import ResponseBody
-from loraserve.api.openapi.answers import (
-    ChatCompletion,
-    Completion,
-    Embeddings,
-    Generated,
-    Health,
-    Message,
-    ModelResponse,
-    Reranking,
-    Scores,
-    Text,
-    Tokens,
-)
+from loraserve.contract.chat import ChatCompletion, Message
+from loraserve.contract.completion import Completion, Generated, Text, Tokens
+from loraserve.contract.pooling import EmbeddingList, Reranking, ScoreList
+from loraserve.contract.response import ModelResponse
+from loraserve.contract.server import Health
 
 Schema = Mapping[str, Any]
 Content = Mapping[str, type[BaseModel] | Schema]
@@ -189,8 +181,8 @@ ANSWERS: Mapping[str, Content] = {
     "POST /": {JSON: {"type": "array", "items": _GENERATED}, EVENTS: _TOKENS},
     "POST /generate": {JSON: Generated, EVENTS: _TOKENS},
     "POST /generate_stream": {EVENTS: _TOKENS},
-    "POST /v1/embeddings": {JSON: Embeddings},
-    **{f"POST {path}": {JSON: Scores} for path in _SCORE},
+    "POST /v1/embeddings": {JSON: EmbeddingList},
+    **{f"POST {path}": {JSON: ScoreList} for path in _SCORE},
     **{f"POST {path}": {JSON: Reranking} for path in _RERANK},
     "POST /tokenize": {JSON: Tokens},
     "POST /detokenize": {JSON: Text},

@@ -17,7 +17,7 @@ from loraserve.cli.output import Column
 from loraserve.errors import AliasNotFound
 
 if TYPE_CHECKING:
-    from loraserve.sdk.types.management import Durations
+    from loraserve.contract.traffic import Durations
 
 LIVE, NONE = "live", "none"
 AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="Alias; `live` is what NAME alone means.")]

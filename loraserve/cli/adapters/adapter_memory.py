@@ -16,8 +16,8 @@ from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connect
 from loraserve.cli.output import Column, Output
 
 if TYPE_CHECKING:
+    from loraserve.contract.adapter import Action
     from loraserve.sdk import Client
-    from loraserve.sdk.types.management import Action
 
 ACTION_COLUMNS = (
     Column("model", lambda action: f"{action.name}@{action.version}"),

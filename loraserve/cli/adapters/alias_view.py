@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from loraserve.cli.output import Column
 
 if TYPE_CHECKING:
-    from loraserve.sdk.types.management import Adapter
+    from loraserve.contract.adapter import Adapter
 
 ALIAS_COLUMNS = (
     Column("ALIAS", "alias"),

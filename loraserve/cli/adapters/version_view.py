@@ -11,7 +11,7 @@ import typer
 from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
-    from loraserve.sdk.types.management import Certificate, Version
+    from loraserve.contract.adapter import Certificate, Version
 
 VERSION_COLUMNS = (
     Column("VERSION", "version"),

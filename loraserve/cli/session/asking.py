@@ -11,10 +11,11 @@ from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
     from loraserve.cli.session.waiting import WaitTeller
+    from loraserve.contract.chat import ChatCompletion
+    from loraserve.contract.completion import Completion
+    from loraserve.contract.result import Answer
     from loraserve.sdk import Client
-    from loraserve.sdk.answers import Answer
     from loraserve.sdk.types.fields import SamplingFields
-    from loraserve.sdk.types.inference import ChatCompletion, Completion
 
 Messages = list[dict[str, str]]
 DEFAULT_MAX_TOKENS = 128

@@ -12,8 +12,8 @@ from loraserve import errors
 from loraserve.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from loraserve.sdk.answers import Answer
-    from loraserve.sdk.types.residency import AdapterResidency
+    from loraserve.contract.residency import AdapterResidency
+    from loraserve.contract.result import Answer
 
 FIRST_LOOK_S, LOOK_EVERY_S, LOOK_TIMEOUT_S = 1.5, 3.0, 2.0
 MAX_LOOKED_AT = 1000

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from loraserve import errors
+from loraserve.contract.adapter import Action, Adapter, Version
+from loraserve.contract.alias import Alias, ShadowHour
+from loraserve.contract.operation import Operation
+from loraserve.contract.traffic import Traffic
 from loraserve.sdk._async.paging import NO_PARAMS, all_rows
 from loraserve.sdk._async.transfer import download, send_file
 from loraserve.sdk._async.transport import AsyncTransport
@@ -19,8 +23,6 @@ from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files.adapter_source import AdapterSource
 from loraserve.sdk.files.peft_directory import INDEX, find_files, read_config, read_extra_files, read_index_file
-from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
-from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/adapters"
 _NOTES = {"include": "notes"}

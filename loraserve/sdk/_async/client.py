@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from loraserve import errors
+from loraserve.contract.residency import AdapterResidency, Memory, ResidencyPage
+from loraserve.contract.server import AuditEntry, Base, Limits
 from loraserve.sdk._async.adapters import AsyncAdapters
 from loraserve.sdk._async.batches import AsyncBatches, AsyncFiles
 from loraserve.sdk._async.inference import AsyncChat, AsyncCompletions, AsyncModels
@@ -22,8 +24,6 @@ from loraserve.sdk._async.usage import AsyncUsage
 from loraserve.sdk.call import Call, read_into
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.retry import OnWait
-from loraserve.sdk.types.residency import AdapterResidency, Memory, ResidencyPage
-from loraserve.sdk.types.server import AuditEntry, Base, Limits
 
 if TYPE_CHECKING:
     import openai

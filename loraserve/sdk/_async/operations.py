@@ -6,11 +6,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from loraserve import errors
+from loraserve.contract.operation import Operation, Progress
 from loraserve.sdk._async.paging import all_rows
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call, read_into, segment
-from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/operations"
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0

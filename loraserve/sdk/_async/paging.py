@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import TypeVar
 
+from loraserve.contract.result import Page, Result
 from loraserve.sdk._async.transport import AsyncTransport
-from loraserve.sdk.call import Call, Result, read_into
-from loraserve.sdk.types.management import Page
+from loraserve.sdk.call import Call, read_into
 
 R = TypeVar("R", bound=Result)
 PAGE_SIZE = 100

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
+from loraserve.contract.pooling import EmbeddingList, Reranking, ScoreList
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call, encode, read_into
 from loraserve.sdk.types.fields import EmbeddingFields, ExtraBody, PoolingFields, Prompt, RerankFields, merge
-from loraserve.sdk.types.pooling import EmbeddingList, Reranking, ScoreList
 
 
 class AsyncEmbeddings:

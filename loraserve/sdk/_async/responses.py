@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from loraserve.contract.response import ModelResponse
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call, encode, read_into, read_nothing, segment
 from loraserve.sdk.types.fields import ExtraBody, ResponseFields, merge
-from loraserve.sdk.types.responses import ModelResponse
 
 
 class AsyncResponses:

@@ -8,9 +8,8 @@ from typing import Generic, TypeVar
 
 import httpx2
 
+from loraserve.contract.result import Answer, Result
 from loraserve.sdk import events
-from loraserve.sdk.answers import Answer
-from loraserve.sdk.call import Result
 
 C = TypeVar("C", bound=Result)
 

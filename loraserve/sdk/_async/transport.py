@@ -7,7 +7,7 @@ from typing import BinaryIO, TypeVar
 
 import httpx2
 
-from loraserve.sdk.answers import Answer
+from loraserve.contract.result import Answer
 from loraserve.sdk.attempt import Attempt
 from loraserve.sdk.call import Call
 from loraserve.sdk.concurrency import async_call, async_http_client, async_sleep

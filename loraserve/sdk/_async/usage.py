@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 
+from loraserve.contract.usage import UsageSum
 from loraserve.sdk._async.paging import all_rows
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call
-from loraserve.sdk.types.tenancy import UsageSum
 
 ROOT = "/api/v1/usage"
 

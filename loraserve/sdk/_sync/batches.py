@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loraserve import errors
+from loraserve.contract.batch import Batch, DeletedFile, File
+from loraserve.contract.result import IdPage, Result
 from loraserve.sdk._sync.transport import Transport
-from loraserve.sdk.call import Call, Result, encode, read_into, segment
+from loraserve.sdk.call import Call, encode, read_into, segment
 from loraserve.sdk.concurrency import sync_call
-from loraserve.sdk.types.batches import Batch, DeletedFile, File
-from loraserve.sdk.types.management import IdPage
 
 R = TypeVar("R", bound=Result)
 _PAGE_SIZE = 100

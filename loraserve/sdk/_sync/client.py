@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from loraserve import errors
+from loraserve.contract.residency import AdapterResidency, Memory, ResidencyPage
+from loraserve.contract.server import AuditEntry, Base, Limits
 from loraserve.sdk._sync.adapters import Adapters
 from loraserve.sdk._sync.batches import Batches, Files
 from loraserve.sdk._sync.inference import Chat, Completions, Models
@@ -23,8 +25,6 @@ from loraserve.sdk._sync.usage import Usage
 from loraserve.sdk.call import Call, read_into
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.retry import OnWait
-from loraserve.sdk.types.residency import AdapterResidency, Memory, ResidencyPage
-from loraserve.sdk.types.server import AuditEntry, Base, Limits
 
 if TYPE_CHECKING:
     import openai

@@ -7,11 +7,13 @@ import builtins
 from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
+from loraserve.contract.chat import ChatCompletion, ChatCompletionChunk
+from loraserve.contract.completion import Completion
+from loraserve.contract.server import Model, ModelList
 from loraserve.sdk._sync.streaming import Stream
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.call import Call, encode, read_into, segment
 from loraserve.sdk.types.fields import ChatFields, CompletionFields, ExtraBody, Message, Prompt, merge
-from loraserve.sdk.types.inference import ChatCompletion, ChatCompletionChunk, Completion, Model, ModelList
 
 
 class Completions:

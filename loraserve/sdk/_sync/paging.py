@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from loraserve.contract.result import Page, Result
 from loraserve.sdk._sync.transport import Transport
-from loraserve.sdk.call import Call, Result, read_into
-from loraserve.sdk.types.management import Page
+from loraserve.sdk.call import Call, read_into
 
 R = TypeVar("R", bound=Result)
 PAGE_SIZE = 100

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from loraserve.contract.alias import Grant
+from loraserve.contract.tenant import AdminKey, Key, NewAdminKey, NewKey, Tenant
 from loraserve.sdk._sync.paging import all_rows
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
-from loraserve.sdk.types.tenancy import AdminKey, Grant, Key, Limits, NewAdminKey, NewKey, Tenant
+from loraserve.sdk.types.fields import Limits
 
 ROOT = "/api/v1/tenants"
 ADMIN_KEYS = "/api/v1/admin-keys"

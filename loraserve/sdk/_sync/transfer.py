@@ -12,16 +12,17 @@ import httpx2
 
 from loraserve import errors
 from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.contract.adapter import Version
+from loraserve.contract.operation import Progress
+from loraserve.contract.result import Answer
 from loraserve.sdk._sync.transport import Transport
-from loraserve.sdk.answers import Answer
 from loraserve.sdk.attempt import error_from_failure
 from loraserve.sdk.call import Call, read_nothing
 from loraserve.sdk.concurrency import sync_call
-from loraserve.sdk.file_piece import OnProgress, Progress
+from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files import uploads
 from loraserve.sdk.files.download import RETRIED, PartialFile, prepare_directory, write_extras
 from loraserve.sdk.files.peft_directory import EXTRA_FILES
-from loraserve.sdk.types.management import Version
 
 
 def send_file(transport: Transport, path: Path, on_progress: OnProgress | None) -> str:

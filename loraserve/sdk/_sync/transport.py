@@ -8,7 +8,7 @@ from typing import BinaryIO, TypeVar
 
 import httpx2
 
-from loraserve.sdk.answers import Answer
+from loraserve.contract.result import Answer
 from loraserve.sdk.attempt import Attempt
 from loraserve.sdk.call import Call
 from loraserve.sdk.concurrency import sync_call, sync_http_client, sync_sleep

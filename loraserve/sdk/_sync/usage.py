@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
+from loraserve.contract.usage import UsageSum
 from loraserve.sdk._sync.paging import all_rows
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.call import Call
-from loraserve.sdk.types.tenancy import UsageSum
 
 ROOT = "/api/v1/usage"
 

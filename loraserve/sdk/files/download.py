@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from loraserve import errors
 from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from loraserve.sdk.answers import Answer
+from loraserve.contract.adapter import Version
+from loraserve.contract.result import Answer
 from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, VARIABLES_FILE
-from loraserve.sdk.types.management import Version
 
 _DIGEST = re.compile(r'(?:W/)?"([0-9a-f]{64})"')
 RETRIED = (errors.ConnectionFailed, errors.ClientTimeout, errors.Overloaded)

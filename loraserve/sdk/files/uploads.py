@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from loraserve import errors
-from loraserve.sdk.call import Call, Result, encode, idempotency_key, read_into, segment
+from loraserve.contract.operation import Upload
+from loraserve.sdk.call import Call, encode, idempotency_key, read_into, segment
 from loraserve.sdk.file_piece import FilePiece, OnProgress
 
 ROOT = "/api/v1/uploads"
@@ -26,18 +26,6 @@ RETRIED = (
     errors.UploadNotFound,
 )
 """Failures that say nothing against the file: ask how much arrived, and go on from there."""
-
-
-class UploadState(Result):
-    """A resumable upload and its progress."""
-
-    id: str
-    sha256: str
-    size: int
-    received: int
-    """Leading bytes of the file that are stored durably."""
-    is_complete: bool
-    expires_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +43,26 @@ class FileState:
             return cls(hashlib.file_digest(file, "sha256").hexdigest(), found.st_size, found.st_mtime_ns)
 
 
-def create(state: FileState) -> Call[UploadState]:
+def create(state: FileState) -> Call[Upload]:
     """Begin an upload, or resume the one of the same bytes."""
     body = encode({"sha256": state.sha256, "size": state.num_bytes})
-    return Call("POST", ROOT, read_into(UploadState), headers=idempotency_key(), body=body)
+    return Call("POST", ROOT, read_into(Upload), headers=idempotency_key(), body=body)
 
 
-def _path(upload: UploadState) -> str:
+def _path(upload: Upload) -> str:
     return f"{ROOT}/{segment(upload.id, 'upload')}"
 
 
-def get(upload: UploadState) -> Call[UploadState]:
+def get(upload: Upload) -> Call[Upload]:
     """Ask how much of the upload the server has."""
-    return Call("GET", _path(upload), read_into(UploadState))
+    return Call("GET", _path(upload), read_into(Upload))
 
 
-def patch(upload: UploadState, path: Path, on_progress: OnProgress | None) -> Call[UploadState]:
+def patch(upload: Upload, path: Path, on_progress: OnProgress | None) -> Call[Upload]:
     """Send the next piece of the file."""
     end = min(upload.received + PIECE_BYTES, upload.size)
     piece = FilePiece(path, upload.received, end, upload.size, on_progress)
-    return Call("PATCH", _path(upload), read_into(UploadState), piece=piece)
+    return Call("PATCH", _path(upload), read_into(Upload), piece=piece)
 
 
 def check_unchanged(path: Path, state: FileState) -> None:

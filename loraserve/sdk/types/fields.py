@@ -12,6 +12,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
 ExtraBody = Mapping[str, Any] | None
+Limits = Mapping[str, int | float | None]
+"""Bounds of a tenant, by name."""
 
 
 class StreamOptions(TypedDict, total=False):

@@ -18,8 +18,8 @@ from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.keys import (
     ADMIN_ROLE,
     ROLES,
+    IssuedKey,
     KeyRecord,
-    NewKey,
     check_expiry,
     check_name,
     insert_key,
@@ -59,8 +59,8 @@ class AdminKeys:
         role: str,
         actor: str,
         expires_at: datetime | None = None,
-        once: Once[NewKey] | None = None,
-    ) -> NewKey:
+        once: Once[IssuedKey] | None = None,
+    ) -> IssuedKey:
         """Create a key; only the result has its secret.
 
         Raises:
@@ -106,7 +106,9 @@ class AdminKeys:
             rows = (await session.scalars(query)).all()
         return make_page(rows, limit, lambda row: row.id, to_record)
 
-    async def rotate(self, key_id: str, *, overlap: timedelta, actor: str, once: Once[NewKey] | None = None) -> NewKey:
+    async def rotate(
+        self, key_id: str, *, overlap: timedelta, actor: str, once: Once[IssuedKey] | None = None
+    ) -> IssuedKey:
         """Create a key of the same name, role and end in the place of this one.
 
         Args:

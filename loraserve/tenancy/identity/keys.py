@@ -68,7 +68,7 @@ class KeyRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class NewKey:
+class IssuedKey:
     record: KeyRecord
     secret: str = field(repr=False)
     """Secret; not stored anywhere."""
@@ -158,7 +158,7 @@ def insert_key(
     now: datetime,
     expires_at: datetime | None = None,
     role: str | None = None,
-) -> NewKey:
+) -> IssuedKey:
     """Insert a key in the session's transaction; one of no tenant has a role."""
     secret = make_secret()
     row = ApiKey(
@@ -174,7 +174,7 @@ def insert_key(
         revoked_at=None,
     )
     session.add(row)
-    return NewKey(to_record(row), secret)
+    return IssuedKey(to_record(row), secret)
 
 
 def is_usable(now: datetime) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -211,8 +211,8 @@ class Keys:
         actor: str,
         scopes: Iterable[str] = TENANT_SCOPES,
         expires_at: datetime | None = None,
-        once: Once[NewKey] | None = None,
-    ) -> NewKey:
+        once: Once[IssuedKey] | None = None,
+    ) -> IssuedKey:
         """Create a key of `tenant`; only the result has its secret.
 
         Raises:

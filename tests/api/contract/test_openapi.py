@@ -100,7 +100,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_fixed_length_list_is_described_by_portable_schema(document: dict[str, Any]) -> None:
-    modules = document["components"]["schemas"]["BaseResource"]["properties"]["modules"]
+    modules = document["components"]["schemas"]["Base"]["properties"]["modules"]
     assert modules["additionalProperties"] == {
         "type": "array",
         "items": {"type": "integer"},

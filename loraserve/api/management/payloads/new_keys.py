@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import datetime
 from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
-from loraserve.api.management.payloads.resources import Resource
 from loraserve.api.management.payloads.responses import answer_once, content_etag, encode
+from loraserve.contract.result import Result
+from loraserve.contract.tenant import Key
 from loraserve.errors import Conflict
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.tenancy.identity.keys import KeyRecord, NewKey
+from loraserve.tenancy.identity.keys import IssuedKey, KeyRecord
 
-K = TypeVar("K", bound="KeyResource")
-
-
-class KeyResource(Resource):
-    id: str
-    name: str
-    scopes: list[str]
-    prefix: str
-    created_at: datetime
-    expires_at: datetime | None
-    revoked_at: datetime | None
+K = TypeVar("K", bound=Key)
 
 
 async def answer_new_key(
     request: Request,
     caller: Caller,
-    work: Callable[[Once[NewKey] | None], Awaitable[NewKey]],
+    work: Callable[[Once[IssuedKey] | None], Awaitable[IssuedKey]],
     *,
     location: Callable[[KeyRecord], str],
     resource: Callable[[KeyRecord], K],
-    with_secret: Callable[[K, str], Resource],
+    with_secret: Callable[[K, str], Result],
 ) -> Response:
     """Return 201 with a new key's secret, which no replay has.
 
@@ -46,13 +36,13 @@ async def answer_new_key(
     Raises:
         Conflict: the first request with this Idempotency-Key made the key.
     """
-    made: list[NewKey] = []
+    made: list[IssuedKey] = []
 
-    async def make(once: Once[NewKey] | None) -> NewKey:
+    async def make(once: Once[IssuedKey] | None) -> IssuedKey:
         made.append(await work(once))
         return made[0]
 
-    def without_secret(key: NewKey) -> StoredResponse:
+    def without_secret(key: IssuedKey) -> StoredResponse:
         return StoredResponse(201, {"X-Key-Id": key.record.id}, b"")
 
     replayed = await answer_once(request, caller, await request.body(), make, without_secret)

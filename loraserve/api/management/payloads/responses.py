@@ -12,7 +12,7 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from loraserve.api.management.payloads.resources import Resource
+from loraserve.contract.result import Result
 from loraserve.errors import InvalidRequest, PreconditionFailed
 from loraserve.registry.records import Precondition
 from loraserve.tenancy.idempotency import Once, Replay, StoredResponse
@@ -30,7 +30,7 @@ def adapter_path(name: str) -> str:
 _REVISION_ETAG = re.compile(r'"r([0-9]{1,10})"')
 
 
-def answer(request: Request, resource: Resource, *, etag: str | None = None) -> Response:
+def answer(request: Request, resource: Result, *, etag: str | None = None) -> Response:
     """Return 200 with the resource and its ETag, or 304 if ``If-None-Match`` names this state."""
     body = encode(resource)
     etag = etag or content_etag(body)
@@ -57,7 +57,7 @@ def names_etag(header: str, etag: str) -> bool:
     return header.strip() == "*" or etag in (tag.strip().removeprefix("W/") for tag in header.split(","))
 
 
-def encode(resource: Resource) -> bytes:
+def encode(resource: Result) -> bytes:
     """Return the resource's JSON, without fields that were never set."""
     return orjson.dumps(resource.model_dump(mode="json", exclude_unset=True))
 
@@ -66,7 +66,7 @@ def content_etag(body: bytes) -> str:
     return f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
 
-def check_content_match(request: Request, resource: Resource) -> None:
+def check_content_match(request: Request, resource: Result) -> None:
     """Check that ``If-Match`` is absent, ``*``, or the `content_etag` of the resource.
 
     Raises:
@@ -150,7 +150,7 @@ def respond(stored: StoredResponse, *, replayed: bool = False) -> Response:
 
 
 def rendered(
-    resource: Resource, *, status: int = 200, etag: str | None = None, location: str | None = None
+    resource: Result, *, status: int = 200, etag: str | None = None, location: str | None = None
 ) -> StoredResponse:
     """Render the resource with its ETag: of its content, unless one is given."""
     body = encode(resource)

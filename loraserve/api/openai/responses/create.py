@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from loraserve.api.errors import openai_envelope
@@ -22,6 +21,7 @@ from loraserve.api.openai.responses.items import Conversation, Item, read_items
 from loraserve.api.openai.responses.output import Event
 from loraserve.api.openai.responses.tools import ResponseTools
 from loraserve.api.services import Services, services_of
+from loraserve.contract.response import InputTokens
 from loraserve.conversations.stored_responses import ResponseRecord, StoredResponses, response_not_found
 from loraserve.errors import LoraserveError
 from loraserve.tenancy.identity.auth import Caller
@@ -65,13 +65,6 @@ async def create_response(
     return await turn.respond(request, _Exchange(turn, answer, caller, read.items, services.responses))
 
 
-class InputTokens(BaseModel):
-    """Tokens of a response's prompt."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
-
-
 @router.post("/responses/input_tokens")
 async def count_input_tokens(
     request: Request,
@@ -94,7 +87,7 @@ async def count_input_tokens(
     chat = chat_body(body, conversation.messages, tools)
     with renamed(lambda param: place_in_response(param, conversation.places, tools), FIELDS):
         prompt = await ChatPrompt.read(request, caller, chat, ignored, num_more_bytes=num_bytes, is_bounded=False)
-    return InputTokens(input_tokens=len(prompt.prompt.token_ids))
+    return InputTokens(object="response.input_tokens", input_tokens=len(prompt.prompt.token_ids))
 
 
 async def _conversation(services: Services, caller: Caller, body: ResponseBody) -> tuple[Conversation, int]:

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.services import services_of
+from loraserve.contract.response import DeletedResponse, InputItems
 from loraserve.conversations.stored_responses import StoredResponses, response_not_found
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.tenancy.identity.auth import Caller
@@ -19,20 +19,6 @@ router = APIRouter()
 
 _require_inference = scopes.require(scopes.INFERENCE)
 _MAX_PAGE = 100
-
-
-class DeletedResponse(BaseModel):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class InputItems(BaseModel):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 @router.get("/responses/{response_id}", response_model=None)
