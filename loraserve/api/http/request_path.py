@@ -23,6 +23,9 @@ NAME = "{name:adapter_name}"
 MODEL = "{model:model_name}"
 """Remainder of a route's path that is a model's name, with encoded or plain slashes."""
 
+RESPONSE = "{response_id:response_id}"
+"""Part of a route's path that is a stored response's id."""
+
 _KEPT = re.compile("(%2[Ff]|%25)")
 _TENANT = r"(?P<tenant>/t/[^/]+)?"
 _ROUTES = r"(?P<route>chat/completions|completions|embeddings|messages(?:/count_tokens)?|models|responses)"
@@ -79,5 +82,17 @@ class _ModelName(_AdapterName):
     regex = ".*"
 
 
+class _ResponseId(Convertor[str]):
+    # a route of its own: /responses/input_tokens
+    regex = "(?!input_tokens(?:/|$))[^/]+"
+
+    def convert(self, value: str) -> str:
+        return _decoded(value)
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("response_id", _ResponseId())
 register_url_convertor("adapter_name", _AdapterName())
 register_url_convertor("model_name", _ModelName())

@@ -124,7 +124,7 @@ BAD: list[tuple[dict[str, bytes], str]] = [
     ({"chat_template": b"{% if 1 %}" * 3_000 + b"{% endif %}" * 3_000}, "chat_template.jinja"),
     ({"chat_template": b"{{ ([[0] * 100] * 10000) | sum(start=[]) }}"}, "time, memory or stack"),
     ({"chat_template": b"{% set n = namespace(s='a') %}" + b"{% set n.s = n.s ~ n.s %}" * 60}, "memory"),
-    ({"tool_parser": b"nobody"}, "tool_parser isn't known. Expected one of: functiongemma, granite"),
+    ({"tool_parser": b"nobody"}, "tool_parser isn't known. Expected one of: functiongemma, generic"),
     ({"reasoning_parser": b"nobody"}, "reasoning_parser isn't known. Expected one of: deepseek_r1"),
     ({"chat_template_kwargs": b"[]"}, "chat_template_kwargs.json should be a JSON object"),
     ({"chat_template_kwargs": b"{"}, "chat_template_kwargs.json isn't JSON"),

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.request_path import RESPONSE
 from loraserve.api.services import services_of
 from loraserve.contract.response import DeletedResponse, InputItems
 from loraserve.conversations.stored_responses import StoredResponses, response_not_found
@@ -21,7 +22,7 @@ _require_inference = scopes.require(scopes.INFERENCE)
 _MAX_PAGE = 100
 
 
-@router.get("/responses/{response_id}", response_model=None)
+@router.get(f"/responses/{RESPONSE}", response_model=None)
 async def get_response(
     request: Request, response_id: str, stream: bool = False, caller: Caller = Depends(_require_inference)
 ) -> Response:
@@ -41,7 +42,7 @@ async def get_response(
     return Response(response.answer, media_type="application/json")
 
 
-@router.delete("/responses/{response_id}")
+@router.delete(f"/responses/{RESPONSE}")
 async def delete_response(
     request: Request, response_id: str, caller: Caller = Depends(_require_inference)
 ) -> DeletedResponse:
@@ -54,7 +55,7 @@ async def delete_response(
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
-@router.get("/responses/{response_id}/input_items")
+@router.get(f"/responses/{RESPONSE}/input_items")
 async def list_input_items(
     request: Request,
     response_id: str,
