@@ -34,10 +34,7 @@ _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, Arithm
 _TOOLS_IN_MESSAGE = re.compile(r"""message(?:\.tools\b|\[['"]tools['"]\])""")
 """Phi-4-mini's templates write the tools that the system's message has."""
 
-_deadline: ContextVar[tuple[float, float] | None] = ContextVar("chat_template_deadline", default=None)
-"""Monotonic seconds, and processor seconds of the thread. A rendering past both is ended: on a busy
-machine it may wait for a core.
-"""
+_deadline: ContextVar[float | None] = ContextVar("chat_template_deadline", default=None)
 
 
 class _TooExpensive(Exception):
@@ -92,8 +89,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 def _check_deadline() -> None:
     deadline = _deadline.get()
-    # the first clock is read in a fifth of the second one's time
-    if deadline is not None and time.monotonic() > deadline[0] and time.thread_time() > deadline[1]:
+    if deadline is not None and time.monotonic() > deadline:
         raise _TooExpensive
 
 
@@ -224,7 +220,7 @@ class CompiledTemplate(TemplateText):
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        token = _deadline.set((time.monotonic() + self._timeout_s, time.thread_time() + self._timeout_s))
+        token = _deadline.set(time.monotonic() + self._timeout_s)
         try:
             messages = _in_parts(given) if self._reads_parts_alone(template) else given
             return self._run(template, {**context, "messages": messages})

@@ -101,6 +101,9 @@ async def test_resumable_upload_accepts_extra_files(
     assert (refused.status_code, "tool_parser" in refused.text) == (400, True)
 
 
+SPENT = ("memory", "limits", "time, memory or stack")
+"""Reasons of what is over several bounds: a machine's pace decides which it meets first."""
+
 BAD: list[tuple[dict[str, bytes], str]] = [
     ({"chat_template": b""}, "chat_template.jinja is empty"),
     ({"chat_template": b"\xff"}, "isn't UTF-8: byte 0"),
@@ -117,13 +120,13 @@ BAD: list[tuple[dict[str, bytes], str]] = [
     ({"chat_template": b"{{ '%4000000000d' % 1 }}"}, "memory"),
     ({"chat_template": b"{% for i in range(10**9) %}x{% endfor %}"}, "SecurityError"),
     ({"chat_template": b"{% for i in range(1000000000) %}x{% endfor %}"}, "chat_template.jinja"),
-    ({"chat_template": b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}, "limits"),
+    ({"chat_template": b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}, SPENT),
     ({"chat_template": b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"}, "RecursionError"),
     ({"chat_template": b"{{ " + b"(" * 30_000 + b"1" + b")" * 30_000 + b" }}"}, "chat_template.jinja"),
     ({"chat_template": b"{{ " + b"[" * 30_000 + b"]" * 30_000 + b" }}"}, "chat_template.jinja"),
     ({"chat_template": b"{% if 1 %}" * 3_000 + b"{% endif %}" * 3_000}, "chat_template.jinja"),
     ({"chat_template": b"{{ ([[0] * 100] * 10000) | sum(start=[]) }}"}, "time, memory or stack"),
-    ({"chat_template": b"{% set n = namespace(s='a') %}" + b"{% set n.s = n.s ~ n.s %}" * 60}, "memory"),
+    ({"chat_template": b"{% set n = namespace(s='a') %}" + b"{% set n.s = n.s ~ n.s %}" * 60}, SPENT),
     ({"tool_parser": b"nobody"}, "tool_parser isn't known. Expected one of: functiongemma, generic"),
     ({"reasoning_parser": b"nobody"}, "reasoning_parser isn't known. Expected one of: deepseek_r1"),
     ({"chat_template_kwargs": b"[]"}, "chat_template_kwargs.json should be a JSON object"),
@@ -157,7 +160,8 @@ async def test_bad_extra_files_are_refused_with_reason(
         with subtests.test(reason=reason):
             refused = await push(acme, extras=extras, params={"dry_run": "true"})
             assert refused.status_code == 422
-            assert reason in " ".join(error["detail"] for error in refused.json()["errors"])
+            found = " ".join(error["detail"] for error in refused.json()["errors"])
+            assert any(one in found for one in (reason if isinstance(reason, tuple) else (reason,))), found
     assert (await acme.get(ROOT)).status_code == 404
 
 
