@@ -22,7 +22,17 @@ from loraserve.text.tool_parsers.table import tool_format
 
 MAX_TOKENS = 600
 CLOSERS = ('"', "}", "]", ")", "\n</parameter>\n", "<escape>", "</tool_call>")
-NAMES = ("functiongemma", "granite", "hermes", "llama3_json", "mistral", "phi4_mini_json", "pythonic", "qwen3_coder")
+NAMES = (
+    "functiongemma",
+    "generic",
+    "granite",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +205,7 @@ def test_strict_tools_hold_behind_free_text(
     start = {
         "functiongemma": "<start_function_call>call:get_",
         "granite": "<tool_call>[" if is_text else "<|tool_call|>[",
+        "generic": "<tool_call>\n{",
         "hermes": "<tool_call>\n{",
         "mistral": "[TOOL_CALLS] [{" if is_text else "[TOOL_CALLS]get_",
         "phi4_mini_json": "functools[{" if is_text else "<|tool_call|>[",

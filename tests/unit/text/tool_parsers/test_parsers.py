@@ -150,6 +150,8 @@ CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>', {"calls": [TIME]}),
     ],
 }
+# told in words, written alike
+CALLS["generic"] = CALLS["hermes"]
 CALL_CASES = [
     pytest.param(name, *case, id=f"{name}-{n}") for name, cases in CALLS.items() for n, case in enumerate(cases)
 ]
@@ -203,6 +205,7 @@ NOT_CALLS: dict[str, list[str]] = {
     ],
     "qwen3_coder": ["<tool_call>\nno\n</tool_call>", "<function=", "<function=get_time", "<function >"],
 }
+NOT_CALLS["generic"] = NOT_CALLS["hermes"]
 TEXT_CASES = [
     pytest.param(name, text, id=f"{name}-{n}") for name, texts in NOT_CALLS.items() for n, text in enumerate(texts)
 ]
