@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,3 +64,22 @@ def test_chat_equals_transformers(server: ServerProcess) -> None:
             num_equal += found == expected
             assert found.split()[:1] == expected.split()[:1], question
     assert num_equal == len(QUESTIONS) or "int8" in server.flags
+
+
+def test_required_tool_is_called_without_template(server: ServerProcess) -> None:
+    """SmolLM2's chat template reads no tools: its messages tell of them."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    with Client(server.url, api_key=server.make_tenant("globex")) as client:
+        answer = client.chat.completions.create(
+            model=client.models.list()[0].id,
+            messages=[{"role": "user", "content": "What is the weather in Oslo? Use the tool."}],
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            max_tokens=64,
+            temperature=0,
+        )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+    assert answer.choices[0].finish_reason == "tool_calls"
