@@ -61,7 +61,7 @@ class ScoreList(Result):
     created: Annotated[int | None, ALWAYS] = None
     model: str
     scoring: Annotated[str, one_of("classification_head", "cosine")]
-    """What the scores were made by: the adapter's head, or the cosine of the texts' vectors."""
+    """Source of the scores: the adapter's head, or the cosine of the texts' vectors."""
     data: list[Score]
     usage: Annotated[Usage | None, ALWAYS] = None
 

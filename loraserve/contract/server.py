@@ -11,7 +11,7 @@ from loraserve.contract.result import ALWAYS, OPTIONAL, Result, one_of
 
 
 class BasePrecision(Result):
-    """What rounding costs a base: its next tokens on a text, compared with the float base's."""
+    """Cost of rounding a base: its next tokens on a text, compared with the float base's."""
 
     num_positions: int
     top1_agreement: float
@@ -63,7 +63,7 @@ class Base(Result):
     num_parameters: int
     size_bytes: int
     precision: BasePrecision | None = None
-    """What rounding costs it; None: it isn't measured yet, or nothing is (`precision_note`)."""
+    """Cost of rounding it; None: it isn't measured yet, or nothing is (`precision_note`)."""
     precision_note: str = ""
     """Reason why nothing is measured: it is served as it is stored, or there is no float base."""
     generation_defaults: dict[str, int | float] = Field(default_factory=dict)

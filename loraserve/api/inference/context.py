@@ -62,6 +62,8 @@ async def resolve_model(
 ) -> ResolvedModel:
     """Bind `model` for the whole request: to an adapter version, the sum of several, or the base.
 
+    A name that the tenant has no model of is bound as `Settings.model_aliases` has it.
+
     Args:
         adapters: the sum, where `model` is the base alone.
         user: end user, which stays on one version of a split; None: each request is drawn by
@@ -73,6 +75,33 @@ async def resolve_model(
         AdapterCorrupt: the stored defaults of the version are damaged or missing.
         InvalidRequest: the sum isn't one, or is given in both ways at once.
     """
+    try:
+        return await _bind(services, caller, model, adapters, user=user)
+    except (ModelNotFound, InvalidRequest) as error:
+        is_name = isinstance(error, ModelNotFound) or error.param == "model"
+        stands_in = _alias_of(model, services.settings.model_aliases) if is_name and adapters is None else None
+        if stands_in is None:
+            raise
+    return await _bind(services, caller, stands_in, user=user)
+
+
+def _alias_of(model: str, aliases: Sequence[str]) -> str | None:
+    """Find the model that answers for a name that there is no model of; None: none does."""
+    for alias in aliases:
+        pattern, _, stands_in = alias.partition("=")
+        if fnmatchcase(model, pattern.strip()):
+            return stands_in.strip()
+    return None
+
+
+async def _bind(
+    services: Services,
+    caller: Caller,
+    model: str,
+    adapters: Sequence[WeightedAdapter] | None = None,
+    *,
+    user: str | None = None,
+) -> ResolvedModel:
     # before it is bound: what came in a pause gets the version that was loaded meanwhile
     await services.pauses.wait(caller.tenant)
     base_id = services.engine.base.id
@@ -111,24 +140,14 @@ async def resolve_asked(services: Services, caller: Caller, body: InferenceBody)
     """
     base_id = services.engine.base.id
     model, field = _asked_model(body, base_id)
+    # aliases are of models: an adapter that a field of its own names exists, or is an error
+    bind = resolve_model if field == "model" else _bind
     try:
-        return await resolve_model(services, caller, model, body.adapters, user=body.user)
+        return await bind(services, caller, model, body.adapters, user=body.user)
     except (ModelNotFound, InvalidRequest) as error:
-        stands_in = _alias_of(model, services.settings.model_aliases)
-        is_name = isinstance(error, ModelNotFound) or error.param == "model"
-        if not is_name or stands_in is None or body.adapters is not None:
-            error.param = field if is_name else error.param
-            raise
-    return await resolve_model(services, caller, stands_in, user=body.user)
-
-
-def _alias_of(model: str, aliases: Sequence[str]) -> str | None:
-    """Return the model that answers for a name that there is no model of; None: none does."""
-    for alias in aliases:
-        pattern, _, stands_in = alias.partition("=")
-        if fnmatchcase(model, pattern.strip()):
-            return stands_in.strip()
-    return None
+        if isinstance(error, ModelNotFound) or error.param == "model":
+            error.param = field
+        raise
 
 
 def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:

@@ -115,7 +115,7 @@ async def test_stored_custom_call_is_continued(client: httpx2.AsyncClient, engin
     assert "Done!" in prompt_of(engine)
 
 
-async def test_items_of_other_servers_are_left_out(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_server_items_are_left_out(client: httpx2.AsyncClient, engine: Any) -> None:
     items = [
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
         {"type": "compaction", "id": "c", "encrypted_content": "secret"},

@@ -63,6 +63,13 @@ async def test_alias_answers_for_unknown_model(client: httpx2.AsyncClient, servi
     # a model of the tenant's own goes first
     found = [None if one.adapter is None else one.adapter.name for one in engine.seen]
     assert found == ["sql", "sql", None, "sql"] * 2
+    embedded = await client.post("/v1/embeddings", json={"model": "gpt-4o", "input": "x"})
+    assert embedded.status_code == 200
+    # a field for an adapter names one that exists
+    services.settings = services.settings.model_copy(update={"model_aliases": ("*=org/base:1",)})
+    wrong = await client.post("/v1/chat/completions", json={"model": "org/base:1", "lora_path": "other", **body})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (404, "lora_path")
+    services.settings = services.settings.model_copy(update={"model_aliases": aliases})
     for name in ("other", "lost-1"):
         refused = await client.post("/v1/chat/completions", json={"model": name, **body})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")

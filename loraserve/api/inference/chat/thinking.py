@@ -49,8 +49,8 @@ class ThinkingSettings:
             chat_format: of the bound version.
         """
         template, found, ignored = chat_format.template, dict[str, Any](), list[str]()
-        switches = {name for name in _SWITCHES if template.reads(name)}
-        read = switches | {name for name in (_EFFORT,) if template.reads(name)}
+        read = {name for name in (*_SWITCHES, _EFFORT) if template.reads(name)}
+        switches = read - {_EFFORT}
         if self._effort is not None:
             found[_EFFORT] = self._effort
         if self._is_on is not None:

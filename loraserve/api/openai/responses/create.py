@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -15,6 +16,7 @@ from loraserve.api.http.sse import named_event
 from loraserve.api.inference.chat.turn import ChatAnswer, ChatPrompt, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
+from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.openai.responses.answer import ResponseAnswer
 from loraserve.api.openai.responses.body import FIELDS, ResponseBody, chat_body, check_body, place_in_response
 from loraserve.api.openai.responses.items import Conversation, Item, read_items
@@ -51,18 +53,19 @@ async def create_response(
         RateLimited: the tenant's share is used up.
     """
     services = services_of(request)
-    body, ignored = parse_body(ResponseBody, raw)
-    tools, read = ResponseTools.read(body.tools), read_items(body.input)
-    ignored = (*ignored, *check_body(body), *dict.fromkeys(tools.ignored), *read.left_out)
-    conversation, num_bytes = await _conversation(services, caller, body)
-    conversation.add(read)
-    chat = chat_body(body, conversation.messages, tools)
-    with renamed(lambda param: place_in_response(param, conversation.places, tools), FIELDS):
+    asked = await _read(services, caller, raw)
+    with renamed(asked.place, FIELDS):
         turn = await ChatTurn.begin(
-            request, caller, chat, ignored, prefix="resp_", names=FIELDS, num_more_bytes=num_bytes
+            request,
+            caller,
+            asked.chat,
+            asked.ignored,
+            prefix="resp_",
+            names=FIELDS,
+            num_more_bytes=asked.num_stored_bytes,
         )
-    answer = ResponseAnswer(turn, body, tools)
-    return await turn.respond(request, _Exchange(turn, answer, caller, read.items, services.responses))
+    answer = ResponseAnswer(turn, asked.body, asked.tools)
+    return await turn.respond(request, _Exchange(turn, answer, caller, asked.items, services.responses))
 
 
 @router.post("/responses/input_tokens")
@@ -78,16 +81,46 @@ async def count_input_tokens(
         ResponseNotFound: the tenant has no such previous response.
         ModelNotFound: the tenant has no such model.
     """
-    services = services_of(request)
+    asked = await _read(services_of(request), caller, raw)
+    with renamed(asked.place, FIELDS):
+        read = await ChatPrompt.read(
+            request, caller, asked.chat, asked.ignored, num_more_bytes=asked.num_stored_bytes, is_bounded=False
+        )
+    return InputTokens(object="response.input_tokens", input_tokens=len(read.prompt.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadResponse:
+    """Checked body of a response, and the chat that it is the answer of.
+
+    Attributes:
+        items: those of the input.
+        places: place of each of the chat's messages.
+        ignored: fields and tools that change nothing.
+        num_stored_bytes: size of the responses that it continues.
+    """
+
+    body: ResponseBody
+    tools: ResponseTools
+    items: list[Item]
+    places: list[str]
+    chat: ChatBody
+    ignored: tuple[str, ...]
+    num_stored_bytes: int
+
+    def place(self, param: str) -> str:
+        """Return the place in the response's body for a place in its chat's."""
+        return place_in_response(param, self.places, self.tools)
+
+
+async def _read(services: Services, caller: Caller, raw: dict[str, Any]) -> _ReadResponse:
     body, ignored = parse_body(ResponseBody, raw)
     tools, read = ResponseTools.read(body.tools), read_items(body.input)
-    check_body(body)
+    ignored = (*ignored, *check_body(body), *dict.fromkeys(tools.ignored), *read.left_out)
     conversation, num_bytes = await _conversation(services, caller, body)
     conversation.add(read)
     chat = chat_body(body, conversation.messages, tools)
-    with renamed(lambda param: place_in_response(param, conversation.places, tools), FIELDS):
-        prompt = await ChatPrompt.read(request, caller, chat, ignored, num_more_bytes=num_bytes, is_bounded=False)
-    return InputTokens(object="response.input_tokens", input_tokens=len(prompt.prompt.token_ids))
+    return _ReadResponse(body, tools, read.items, conversation.places, chat, ignored, num_bytes)
 
 
 async def _conversation(services: Services, caller: Caller, body: ResponseBody) -> tuple[Conversation, int]:
