@@ -600,6 +600,9 @@ class EngineStats(Struct, frozen=True):
     """Of those found for an activated adapter's requests, the ones before it acts: any other
     request of the tenant may have computed them.
     """
+    num_state_snapshots: int = 0
+    """Recurrent states at the ends of cached blocks, from which prompts may begin."""
+    state_snapshot_evictions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     device_adapters: int = 0

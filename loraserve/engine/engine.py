@@ -342,6 +342,8 @@ class Engine:
             prefix_tokens_hit=kv.prefix_cache.num_tokens_hit,
             prefix_tokens_queried=kv.prefix_cache.num_tokens_queried,
             base_prefix_tokens_hit=scheduler.base_prefix_tokens_hit,
+            num_state_snapshots=0 if kv.snapshots is None else kv.snapshots.num_kept,
+            state_snapshot_evictions=0 if kv.snapshots is None else kv.snapshots.num_evictions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             kv_evictions=kv.num_evictions_for.total(),

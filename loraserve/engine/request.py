@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from loraserve.engine.pooler import Pooler
     from loraserve.engine.probe import Probe
     from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
+    from loraserve.memory.kv.state_snapshots import ResumedState, Snapshot
 
 VersionName = tuple[TenantId, str, int]
 """A version's owner, its name and its number."""
@@ -71,6 +72,12 @@ class Request:
     """Ids of its KV blocks, as int32 for a step's block table."""
     state_slot: int | None = None
     """Slot of its recurrent state; None: it isn't running, or the base has none."""
+    resumed: ResumedState | None = None
+    """State that its slot begins from, until a step has computed its first tokens; None: none."""
+    state_borders: tuple[int, ...] = ()
+    """Numbers of tokens after which its state is to be kept, at the ends of blocks, ascending."""
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    """Number of tokens → the place for its state after them, until it is kept with a block."""
     block_keys: list[PrefixKey] = field(default_factory=list)
     """Keys of the leading blocks that are published or were prefix hits."""
     num_cached_tokens: int = 0

@@ -20,6 +20,8 @@ TABLES_SHARE = 1 / 128
 """Share of the budget that the tables take."""
 DRAFT_SEQUENCES = 4
 """Sequences that a draft base's cache has room for: as many as a step proposes tokens for."""
+SNAPSHOTS_PER_SLOT = 4
+"""Snapshots of recurrent states, at most, for each sequence that may run."""
 MAX_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
 """Bytes that the kernels can address, in int32 units."""
 
@@ -124,24 +126,36 @@ def beside_draft(budget_bytes: int, draft_bytes: int) -> int:
     return budget_bytes - draft_bytes
 
 
-def state_slots(budget_bytes: int, slot_bytes: int, max_num_seqs: int) -> int:
-    """Count the sequences whose recurrent states take half of the budget at most.
+def state_slots(budget_bytes: int, state_bytes: int, max_num_seqs: int) -> int:
+    """Count the sequences whose recurrent states take half of the budget at most, two of each.
 
     Args:
-        slot_bytes: bytes of a sequence's.
+        state_bytes: bytes of one state.
         max_num_seqs: more aren't needed.
 
     Raises:
         ConfigError: not one does.
     """
-    num_slots = min(max_num_seqs, budget_bytes // 2 // slot_bytes)
+    num_slots = min(max_num_seqs, budget_bytes // 2 // (2 * state_bytes))
     if num_slots < 1:
         raise ConfigError(
-            f"The recurrent state of one sequence takes {slot_bytes / MIB:.1f} MiB, more than half of the memory "
+            f"The recurrent state of one sequence takes {2 * state_bytes / MIB:.1f} MiB, more than half of the memory "
             f"budget, which is {budget_bytes / MIB:.1f} MiB.",
             hint="Raise --memory-budget.",
         )
     return num_slots
+
+
+def state_snapshots(budget_bytes: int, state_bytes: int, num_slots: int) -> int:
+    """Count the snapshots of recurrent states that take a quarter of the budget at most.
+
+    One at least, since two states of a sequence take half of it at most.
+
+    Args:
+        state_bytes: bytes of one state.
+        num_slots: sequences that run at once.
+    """
+    return min(SNAPSHOTS_PER_SLOT * num_slots, budget_bytes // 4 // state_bytes)
 
 
 def plan_gpu_memory(

@@ -15,7 +15,7 @@ from loraserve_kernels.common.plan import LoraPlan, make_plan
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 if TYPE_CHECKING:
-    from loraserve.model.states import RecurrentStates
+    from loraserve.model.states import RecurrentStates, StateUse
     from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 
@@ -75,8 +75,7 @@ class ModelInputs:
         logits_rows: [num_logits] int64, ascending: the rows whose logits are needed; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
         pooled: rows whose hidden states are needed; None: none.
-        state_slots: num_seqs numbers: slots of the sequences' recurrent states; None: the base has
-            none.
+        states: num_seqs: where the sequences' recurrent states are; None: the base has none.
     """
 
     token_ids: Tensor
@@ -88,7 +87,7 @@ class ModelInputs:
     logits_rows: Tensor | None
     lora: LoraPlan | None
     pooled: PooledRows | None = None
-    state_slots: Sequence[int] | None = None
+    states: Sequence[StateUse] | None = None
 
     @property
     def kept_rows(self) -> Tensor | None:

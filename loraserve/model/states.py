@@ -2,7 +2,8 @@
 
 Keys and values of a token can be written twice; a state advances once per token. So each slot holds
 two: of a step that fails, or whose results are dropped, the same tokens are computed again from the
-one before.
+one before. Snapshots are copies that a step keeps at the border of a block, for other sequences to
+begin from.
 """
 
 from __future__ import annotations
@@ -30,86 +31,118 @@ StateShapes = Mapping[int, tuple[tuple[int, ...], ...]]
 
 
 def state_bytes(shapes: StateShapes) -> int:
-    """Return the bytes of a slot: two states of all layers."""
-    return 2 * sum(_layer_bytes(every) for every in shapes.values())
+    """Return the bytes of a sequence's state, of all layers; a slot has two."""
+    return sum(_layer_bytes(every) for every in shapes.values())
 
 
 def _layer_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
     return sum(4 * torch.Size(shape).numel() for shape in shapes)
 
 
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """Where a step finds a sequence's state, and what it keeps of it.
+
+    Attributes:
+        slot: where the state advances.
+        resumed: the snapshot that the step begins from; None: the slot's own state, or none at a
+            sequence's first token.
+        kept: (number of tokens, snapshot) that the step writes on its way, ascending.
+    """
+
+    slot: int
+    resumed: int | None = None
+    kept: tuple[tuple[int, int], ...] = ()
+
+
 class RecurrentStates:
-    """States of as many sequences as there are slots, in memory that isn't written before its use.
+    """States of sequences and snapshots of them, in memory that isn't written before its use.
 
     A sequence's first token begins with none, whatever its slot holds of another.
 
     Attributes:
         num_slots: sequences.
+        num_snapshots: copies that are kept.
         num_bytes: of all tensors.
         group_size: sequences whose states are computed together, at most.
     """
 
-    def __init__(self, shapes: StateShapes, num_slots: int) -> None:
-        self.num_slots, self.num_bytes = num_slots, num_slots * state_bytes(shapes)
+    def __init__(self, shapes: StateShapes, num_slots: int, num_snapshots: int = 0) -> None:
+        self.num_slots, self.num_snapshots = num_slots, num_snapshots
+        num_states = 2 * num_slots + num_snapshots
+        self.num_bytes = num_states * state_bytes(shapes)
         self.group_size = max(1, GROUP_BYTES // max(map(_layer_bytes, shapes.values())))
-        # all slots' first states, then their second
+        # all slots' first states, then their second, then the snapshots
         self._tensors = {
-            layer: tuple(torch.empty(2 * num_slots, *shape) for shape in every) for layer, every in shapes.items()
+            layer: tuple(torch.empty(num_states, *shape) for shape in every) for layer, every in shapes.items()
         }
-        # by slot: which of the two is newer, and the tokens that each of them has seen
+        # by slot: which of the two is newer
         self._newer = [0] * num_slots
-        self._num_seen: list[list[int | None]] = [[None, None] for _ in range(num_slots)]
+        # by state: the tokens that it has seen
+        self._num_seen: list[int | None] = [None] * num_states
 
-    def step(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> StepStates:
+    def step(self, uses: Sequence[StateUse], starts: Sequence[int], ends: Sequence[int]) -> StepStates:
         """Return the states of a step's sequences.
 
         Args:
-            slots: a slot for each; none twice.
+            uses: one for each; no slot twice.
             starts, ends: the tokens that the step computes of each.
 
         Raises:
-            InvariantViolation: a slot holds neither of these states.
+            InvariantViolation: neither a slot nor the snapshot has the state that a sequence goes
+                on with, or a snapshot is kept of a token that the step doesn't compute.
         """
-        return StepStates(self._tensors, [self._turn(*one) for one in zip(slots, starts, ends, strict=True)], self)
+        return StepStates(self._tensors, [self._turn(*one) for one in zip(uses, starts, ends, strict=True)], self)
 
-    def _turn(self, slot: int, start: int, end: int) -> _Turn:
-        newer, seen = self._newer[slot], self._num_seen[slot]
-        if start == 0:
-            read = None
-        elif seen[newer] == start:
-            read = newer
-        elif seen[1 - newer] == start:
-            read = 1 - newer
-        else:
-            raise InvariantViolation(
-                f"State slot {slot} has seen {seen[newer]} tokens, and a step computes tokens {start} to {end}."
-            )
-        write = 1 - (newer if read is None else read)
-        return _Turn(slot, read, write, end)
+    def _turn(self, use: StateUse, start: int, end: int) -> _Turn:
+        newer = self._newer[use.slot]
+        candidates = [newer * self.num_slots + use.slot, (1 - newer) * self.num_slots + use.slot]
+        write = candidates[1]
+        read: int | None = None
+        if start:
+            resumed = use.resumed
+            sources = candidates if resumed is None else [2 * self.num_slots + resumed]
+            read = next((state for state in sources if self._num_seen[state] == start), None)
+            if read is None:
+                what = f"State slot {use.slot}" if resumed is None else f"State snapshot {resumed}"
+                raise InvariantViolation(
+                    f"{what} has seen {self._num_seen[sources[0]]} tokens, and a step computes tokens {start} to {end}."
+                )
+            if read == write:
+                write = candidates[0]
+        positions = [position for position, _ in use.kept]
+        if any(not start < position <= end for position in positions):
+            raise InvariantViolation(f"States after {positions} tokens are kept of a step of tokens {start} to {end}.")
+        return _Turn(use.slot, read, write, end, tuple((at, 2 * self.num_slots + place) for at, place in use.kept))
 
     def begin(self, turn: _Turn) -> None:
-        """Note that the state that a step writes isn't whole until it ends."""
-        self._num_seen[turn.slot][turn.write] = None
+        """Note that the states that a step writes aren't whole until it ends."""
+        for state in (turn.write, *(kept for _, kept in turn.kept)):
+            self._num_seen[state] = None
 
     def end(self, turn: _Turn) -> None:
-        """Note that a step has written a sequence's state at every layer."""
-        self._newer[turn.slot], self._num_seen[turn.slot][turn.write] = turn.write, turn.num_seen
+        """Note that a step has written a sequence's states at every layer."""
+        self._newer[turn.slot] = turn.write // self.num_slots
+        for num_seen, state in ((turn.num_seen, turn.write), *turn.kept):
+            self._num_seen[state] = num_seen
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Part of a slot in a step.
+    """States of a sequence in a step.
 
     Attributes:
-        read: which of its two states the step reads; None: none, at a sequence's first token.
-        write: which it writes.
+        read: the one that the step reads; None: none, at a sequence's first token.
+        write: the one of its slot that it writes.
         num_seen: tokens that the written one has seen.
+        kept: (number of tokens, state) of the snapshots that it writes, ascending.
     """
 
     slot: int
     read: int | None
     write: int
     num_seen: int
+    kept: tuple[tuple[int, int], ...]
 
 
 class StepStates:
@@ -122,18 +155,33 @@ class StepStates:
         for turn in turns:
             states.begin(turn)
 
-    def group(self, numbers: Sequence[int]) -> GroupStates:
+    def borders(self, number: int) -> list[int]:
+        """Return the numbers of tokens after which a sequence's state is kept, ascending."""
+        return [position for position, _ in self._turns[number].kept]
+
+    def group(self, numbers: Sequence[int], part: int = 0) -> GroupStates:
         """Return the states of some sequences, which are computed together.
+
+        Args:
+            part: which of the parts into which its borders divide a sequence's tokens.
 
         Raises:
             InvariantViolation: only some of them have a state before the step.
         """
-        turns, num_slots = [self._turns[number] for number in numbers], self._states.num_slots
-        read = [turn.read * num_slots + turn.slot for turn in turns if turn.read is not None]
+        turns = [self._turns[number] for number in numbers]
+        found = [turn.write if part else turn.read for turn in turns]
+        read = [state for state in found if state is not None]
         if len(read) not in (0, len(turns)):
             raise InvariantViolation(f"{len(read)} of {len(turns)} sequences in a group have a state before the step.")
-        written = [turn.write * num_slots + turn.slot for turn in turns]
-        return GroupStates(self._tensors, torch.tensor(read) if read else None, torch.tensor(written))
+        kept = [turn.kept[part][1] for turn in turns if part < len(turn.kept)]
+        if len(kept) not in (0, len(turns)):
+            raise InvariantViolation(f"The states of {len(kept)} of {len(turns)} sequences in a group are kept.")
+        written = torch.tensor([turn.write for turn in turns])
+        return GroupStates(
+            self._tensors,
+            torch.tensor(read) if read else None,
+            (written, torch.tensor(kept)) if kept else (written,),
+        )
 
     def commit(self) -> None:
         """End the step, once all layers are computed."""
@@ -145,11 +193,13 @@ class GroupStates:
     """States of sequences that are computed together.
 
     Args:
-        read: [num_sequences] int64, the states that the step reads; None: each begins without one.
-        written: [num_sequences] int64, those that it writes.
+        read: [num_sequences] int64, the states that they begin from; None: each begins without one.
+        written: those that they leave, [num_sequences] int64 each: the slots', and snapshots.
     """
 
-    def __init__(self, tensors: Mapping[int, tuple[Tensor, ...]], read: Tensor | None, written: Tensor) -> None:
+    def __init__(
+        self, tensors: Mapping[int, tuple[Tensor, ...]], read: Tensor | None, written: tuple[Tensor, ...]
+    ) -> None:
         self._tensors, self._read, self._written = tensors, read, written
 
     def read(self, layer: int) -> tuple[Tensor, ...] | None:
@@ -161,4 +211,5 @@ class GroupStates:
     def write(self, layer: int, state: Sequence[Tensor]) -> None:
         """Keep what the tokens of this step leave, [num_sequences, …] each."""
         for tensor, part in zip(self._tensors[layer], state, strict=True):
-            tensor[self._written] = part
+            for written in self._written:
+                tensor[written] = part

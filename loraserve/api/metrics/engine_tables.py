@@ -88,6 +88,16 @@ STEPS: Table[EngineStats] = (
         "Prompt tokens of activated adapters found in the prefix cache, before the adapter acts.",
         lambda s: s.base_prefix_tokens_hit,
     ),
+    gauge(
+        "loraserve_state_snapshots",
+        "Snapshots of recurrent states that prompts may begin from.",
+        lambda s: s.num_state_snapshots,
+    ),
+    counter(
+        "loraserve_state_snapshot_evictions",
+        "Snapshots of recurrent states that gave their place to others.",
+        lambda s: s.state_snapshot_evictions,
+    ),
     counter("loraserve_invariant_violations", "Broken invariants: bugs.", lambda s: s.invariant_violations),
 )
 

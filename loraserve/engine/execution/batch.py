@@ -13,6 +13,7 @@ import numpy.typing as npt
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.errors import InvariantViolation
 from loraserve.memory.devices.base import AdapterHandle
+from loraserve.model.states import StateUse
 from loraserve.types import Digest
 
 _NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -49,7 +50,7 @@ class Batch:
             1]``.
         context_lens: num_entries numbers: tokens of the sequence whose KV exist after this step.
         block_tables: [num_entries, max_blocks] int32, padded with 0.
-        state_slots: num_entries numbers: slots of recurrent states; None: the base has none.
+        states: num_entries: where recurrent states are; None: the base has none.
         logits_rows: [num_logits] int64, ascending: rows whose logits are needed; of an entry with
             proposed tokens, the last known token's row and theirs.
         logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
@@ -69,7 +70,7 @@ class Batch:
     query_starts: list[int]
     context_lens: list[int]
     block_tables: npt.NDArray[np.int32]
-    state_slots: list[int] | None
+    states: list[StateUse] | None
     logits_rows: npt.NDArray[np.int64]
     logits_ranges: list[tuple[int, int]]
     pooled_rows: npt.NDArray[np.int64]
@@ -115,7 +116,7 @@ def build_batch(
         query_starts=query_starts,
         context_lens=[entry.end for entry in entries],
         block_tables=tables,
-        state_slots=_state_slots(entries),
+        states=_state_uses(entries),
         logits_rows=np.fromiter(chain.from_iterable(logits_rows), np.int64, logits_ends[-1]),
         logits_ranges=list(pairwise(logits_ends)),
         pooled_rows=pooled_rows,
@@ -187,10 +188,17 @@ def _block_tables(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
     return tables
 
 
-def _state_slots(entries: Sequence[ScheduledRequest]) -> list[int] | None:
-    slots = [entry.request.state_slot for entry in entries]
-    found = [slot for slot in slots if slot is not None]
-    return found if len(found) == len(slots) else None
+def _state_uses(entries: Sequence[ScheduledRequest]) -> list[StateUse] | None:
+    uses = []
+    for entry in entries:
+        request = entry.request
+        if request.state_slot is None:
+            return None
+        is_resumed = request.resumed is not None and request.resumed.num_tokens == entry.start
+        resumed = request.resumed.snapshot if request.resumed is not None and is_resumed else None
+        kept = tuple((at, place) for at, place in request.snapshots.items() if entry.start < at <= entry.end)
+        uses.append(StateUse(request.state_slot, resumed, kept))
+    return uses
 
 
 def _deferred_tokens(

@@ -80,7 +80,7 @@ class CpuRunner:
             logits_rows=torch.from_numpy(batch.logits_rows),
             lora=make_plan([_packed(*segment) for segment in batch.adapters], len(batch.token_ids)),
             pooled=pooled,
-            state_slots=batch.state_slots,
+            states=batch.states,
         )
 
 

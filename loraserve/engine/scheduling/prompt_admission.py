@@ -174,7 +174,8 @@ class PromptAdmission:
         """Move a waiting request that has what it needs to the running ones, and into the step."""
         self._queue.remove(request)
         request.status = RequestStatus.RUNNING
-        self._quota.take_state(request)
+        if self._quota.states is not None:
+            self._quota.states.take(request)
         # scores and hidden states from before a preemption
         request.prompt_logprobs.clear()
         if request.pooler is not None:

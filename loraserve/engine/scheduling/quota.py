@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.fair_queue import FairQueue, TenantFlow
+from loraserve.engine.scheduling.state_places import StatePlaces
 from loraserve.memory.kv.prefix_cache import BlockId
 
 if TYPE_CHECKING:
@@ -21,24 +22,28 @@ class ResourceQuota:
 
     A tenant's quota is its part of the blocks, or of the slots, by the weights of all tenants with
     a live request. Internal requests have none.
+
+    Attributes:
+        states: places of recurrent states; None: the base has none.
     """
 
     def __init__(
         self, kv: BlockPool, fair_queue: FairQueue, max_num_seqs: int, *, has_recurrent_state: bool = False
     ) -> None:
         self._kv, self._fair_queue, self._max_num_seqs = kv, fair_queue, max_num_seqs
-        # the lowest last; of a base without recurrent states, none are given out
-        self._free_states = list(range(max_num_seqs - 1, -1, -1)) if has_recurrent_state else None
+        self.states = StatePlaces(kv, max_num_seqs) if has_recurrent_state else None
 
     def attach_prefix(self, request: Request) -> None:
         """Give the request the cached blocks that its tokens begin with."""
         # The last token is always computed: its logits are what the step is for.
-        blocks, keys = self._kv.match_prefix(
+        match = self._kv.match_prefix(
             request.prefix_root, request.token_ids, request.num_tokens - 1, request.activation
         )
-        request.blocks, request.block_keys = array("i", blocks), keys
-        request.num_computed_tokens = len(blocks) * self._kv.block_size
-        self._fair_queue.tenant(request).num_blocks += len(blocks)
+        request.blocks, request.block_keys = array("i", match.blocks), match.keys
+        request.num_computed_tokens = len(match.blocks) * self._kv.block_size
+        self._fair_queue.tenant(request).num_blocks += len(match.blocks)
+        if self.states is not None:
+            self.states.attach(request, match)
 
     def reserve(self, request: Request, count: int) -> bool:
         """Give the request the blocks that its next ``count`` tokens need, if there are."""
@@ -52,14 +57,6 @@ class ResourceQuota:
         self._fair_queue.tenant(request).num_blocks += needed
         return True
 
-    def take_state(self, request: Request) -> None:
-        """Give a request that begins to run a slot for its recurrent state, if the base has one.
-
-        There are as many as may run.
-        """
-        if self._free_states is not None:
-            request.state_slot = self._free_states.pop()
-
     def free_blocks(self, request: Request, *, is_use: bool = True) -> None:
         """Free the request's blocks and its state: nothing of it is computed any more.
 
@@ -71,9 +68,8 @@ class ResourceQuota:
         request.blocks = array("i")
         request.block_keys = []
         request.num_computed_tokens = 0
-        if request.state_slot is not None and self._free_states is not None:
-            self._free_states.append(request.state_slot)
-        request.state_slot = None
+        if self.states is not None:
+            self.states.free(request)
 
     def _num_needed_blocks(self, request: Request, count: int) -> int:
         return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
@@ -168,18 +164,11 @@ class ResourceQuota:
                 (request.num_computed_tokens <= request.num_tokens, "more computed tokens than tokens"),
                 (request.num_computed_tokens <= capacity, f"{request.num_computed_tokens} tokens in {capacity} slots"),
                 (request.status is RequestStatus.RUNNING or not request.blocks, "blocks without running"),
-                (
-                    (request.state_slot is not None)
-                    == (self._free_states is not None and request.status is RequestStatus.RUNNING),
-                    f"the state slot {request.state_slot}",
-                ),
                 (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
             )
             problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]
-        if self._free_states is not None:
-            slots = [*self._free_states, *(one.state_slot for one in requests if one.state_slot is not None)]
-            if sorted(slots) != list(range(self._max_num_seqs)):
-                problems.append("a state slot is free and held, or held twice, or lost")
+        if self.states is not None:
+            problems += self.states.check(requests)
         num_blocks: Counter[TenantFlow] = Counter()
         num_running: Counter[TenantFlow] = Counter()
         for request in running:

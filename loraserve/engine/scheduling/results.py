@@ -13,14 +13,17 @@ from loraserve.types import FinishReason, Residency, TokenOutput
 
 if TYPE_CHECKING:
     from loraserve.engine.pooler import Pooler
+    from loraserve.engine.scheduling.state_places import StatePlaces
     from loraserve.memory.kv.block_pool import BlockPool
 
 
 class ResultProcessor:
     """Give requests what was computed and sampled, and publish their full blocks."""
 
-    def __init__(self, kv: BlockPool, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:
-        self._kv, self._eos_token_ids, self._clock = kv, eos_token_ids, clock
+    def __init__(
+        self, kv: BlockPool, states: StatePlaces | None, eos_token_ids: frozenset[int], clock: Callable[[], float]
+    ) -> None:
+        self._kv, self._states, self._eos_token_ids, self._clock = kv, states, eos_token_ids, clock
 
     def process(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
         """Add a finite result to a live request; return what its client gets, if anything.
@@ -31,6 +34,8 @@ class ResultProcessor:
             LoraserveError: the request has no answer, and fails.
         """
         request = entry.request
+        if self._states is not None and entry.is_current:
+            self._states.begin(request)
         if request.pooler is not None:
             return self._pool(entry, result, request.pooler)
         request.prompt_logprobs.extend(result.prompt_logprobs)
@@ -109,6 +114,8 @@ class ResultProcessor:
             )
             content = request.token_ids[index * size : (index + 1) * size]
             request.block_keys.append(self._kv.prefix_cache.publish(BlockId(request.blocks[index]), parent, content))
+        if self._states is not None and request.snapshots:
+            self._states.keep(request)
 
     def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
         params = request.params

@@ -124,7 +124,7 @@ class Scheduler:
         self._deadlines = RequestDeadlines()
         self._prefetch = AdapterPrefetch(adapters, self._queue)
         self._probe_budget = ProbeBudget(token_budget)
-        self._outputs = ResultProcessor(kv, frozenset(eos_token_ids), clock)
+        self._outputs = ResultProcessor(kv, self._quota.states, frozenset(eos_token_ids), clock)
         self._failed: list[TokenOutput] = []
         # since the last step: adapters with a changed state, and whether a tenant's request was
         # added

@@ -14,7 +14,8 @@ from loraserve.limits import GIB, MIB
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import AdapterDevice
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
-from loraserve.memory.memory_plan import MemoryPlan, plan_gpu_arena, state_slots
+from loraserve.memory.kv.state_snapshots import StateSnapshots
+from loraserve.memory.memory_plan import MemoryPlan, plan_gpu_arena, state_slots, state_snapshots
 from loraserve.model.base_model import BaseModel
 from loraserve.model.decoder import Decoder
 from loraserve.model.states import RecurrentStates, StateShapes, state_bytes
@@ -29,29 +30,30 @@ def num_needed_blocks(decoder: BaseModel, config: EngineConfig) -> int:
 
 
 def recurrent_states(shapes: StateShapes, config: EngineConfig) -> tuple[RecurrentStates, EngineConfig]:
-    """Allocate slots for sequences' recurrent states; return them, and the config of what is left.
+    """Allocate recurrent states and snapshots of them; return them, and the config of what is left.
 
-    Fewer sequences run at once where their states would take more than half of the budget, and
-    prefixes aren't cached: a state that has advanced can't return to where a prefix ends.
+    Fewer sequences run at once where their states would take more than half of the budget.
 
     Raises:
-        ConfigError: the budget is too small for one.
+        ConfigError: the budget is too small for one sequence.
     """
-    slot_bytes = state_bytes(shapes)
-    num_slots = state_slots(config.memory_budget_bytes, slot_bytes, config.max_num_seqs)
-    states = RecurrentStates(shapes, num_slots)
+    one = state_bytes(shapes)
+    num_slots = state_slots(config.memory_budget_bytes, one, config.max_num_seqs)
+    num_snapshots = 0
+    if config.enable_prefix_cache:
+        num_snapshots = state_snapshots(config.memory_budget_bytes, one, num_slots)
+    states = RecurrentStates(shapes, num_slots, num_snapshots)
     logger.info(
-        "%d of the base's layers are recurrent: the states of %d sequences (--max-num-seqs %d) take %.1f MiB of the "
-        "memory budget, and no prefixes are cached",
+        "%d of the base's layers are recurrent: the states of %d sequences (--max-num-seqs %d) and %d snapshots for "
+        "the prefix cache take %.1f MiB of the memory budget",
         len(shapes),
         num_slots,
         config.max_num_seqs,
+        num_snapshots,
         states.num_bytes / MIB,
     )
     left = config.memory_budget_bytes - states.num_bytes
-    return states, msgspec.structs.replace(
-        config, memory_budget_bytes=left, max_num_seqs=num_slots, enable_prefix_cache=False
-    )
+    return states, msgspec.structs.replace(config, memory_budget_bytes=left, max_num_seqs=num_slots)
 
 
 def kv_cache(
@@ -59,10 +61,12 @@ def kv_cache(
     plan: MemoryPlan,
     arena: Arena,
     on_freed: Callable[[Sequence[int]], None] | None = None,
+    num_snapshots: int | None = None,
 ) -> BlockPool:
     """Build the cache of KV blocks in an arena's pages.
 
     Args:
+        num_snapshots: of recurrent states; None: no layer of the base is recurrent.
         on_freed: called with the blocks whose pages were given back; None: nothing is to be done.
     """
     layout = BlockLayout(
@@ -72,7 +76,13 @@ def kv_cache(
         plan.pages_per_block,
         on_freed,
     )
-    return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
+    return BlockPool(
+        plan.num_blocks,
+        config.block_size,
+        enable_prefix_cache=config.enable_prefix_cache,
+        layout=layout,
+        snapshots=None if num_snapshots is None else StateSnapshots(num_snapshots),
+    )
 
 
 def set_up_gpu(

@@ -349,7 +349,8 @@ def _on_cpu(
         runner, device = CpuRunner(decoder, kv), CpuDevice(decoder.spec, plan.max_adapter_bytes, held, client)
     else:
         runner, device = group.serve(decoder, kv, parts, plan.max_adapter_bytes, held, client)
-    return runner, device, kv_cache(config, plan, arena, release)
+    num_snapshots = None if states is None else states.num_snapshots
+    return runner, device, kv_cache(config, plan, arena, release, num_snapshots)
 
 
 def _adapter_dtypes(config: EngineConfig) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:

@@ -11,10 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import ArenaClient, Owner
 from loraserve.memory.kv.prefix_cache import Activation, BlockId, PrefixCache, PrefixKey
+from loraserve.memory.kv.state_snapshots import StateSnapshots
 
 MAX_VICTIM_CANDIDATES = 8
 """Number of the longest idle blocks, or groups, of which the least valuable is evicted."""
@@ -64,6 +66,19 @@ class BlockLayout:
             self.on_freed(groups)
 
 
+class PrefixMatch(NamedTuple):
+    """Cached blocks with which a sequence begins, held for it.
+
+    Attributes:
+        num_found: blocks whose keys and values were cached, those included that can't be used
+            because no snapshot of recurrent states is behind them.
+    """
+
+    blocks: list[BlockId]
+    keys: list[PrefixKey]
+    num_found: int
+
+
 class BlockPool:
     """Blocks that are free, held by sequences, or idle: kept for prefix hits alone.
 
@@ -78,6 +93,7 @@ class BlockPool:
 
     Attributes:
         prefix_cache: the content of cached blocks.
+        snapshots: of recurrent states, at the ends of cached blocks; None: the base has none.
         num_evictions_for: cached blocks that were evicted, by the owner that needed their memory.
     """
 
@@ -88,6 +104,7 @@ class BlockPool:
         *,
         enable_prefix_cache: bool = True,
         layout: BlockLayout | None = None,
+        snapshots: StateSnapshots | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a pool whose blocks are all free.
@@ -96,10 +113,12 @@ class BlockPool:
             num_blocks: blocks that block tables may name.
             layout: how the first of them lie in an arena; those behind it are dedicated. None: all
                 are dedicated.
+            snapshots: None: no layer of the base is recurrent.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = PrefixCache(block_size, is_enabled=enable_prefix_cache, clock=clock)
+        self.snapshots = snapshots
         self.num_evictions_for: Counter[Owner] = Counter()
         self.num_held = 0
         self._layout = layout
@@ -198,16 +217,21 @@ class BlockPool:
 
     def match_prefix(
         self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int, activation: Activation | None = None
-    ) -> tuple[list[BlockId], list[PrefixKey]]:
+    ) -> PrefixMatch:
         """Hold and return the cached blocks that start ``token_ids``, with their keys.
 
-        They hold ``max_tokens`` tokens at most.
+        They hold ``max_tokens`` tokens at most. Where layers are recurrent, they end with one that
+        has a snapshot.
 
         Args:
             root: the tenant's.
             activation: None where every token is the base's.
         """
         blocks, keys = self.prefix_cache.find(root, token_ids, max_tokens, activation)
+        num_found = len(blocks)
+        if self.snapshots is not None:
+            depth = self.snapshots.depth(blocks)
+            blocks, keys = blocks[:depth], keys[:depth]
         for block in blocks:
             if self._holders[block] == 0:
                 del self._idle[block]
@@ -215,7 +239,7 @@ class BlockPool:
                 self._hold(block)
             else:
                 self._holders[block] += 1
-        return blocks, keys
+        return PrefixMatch(blocks, keys, num_found)
 
     def release(self, blocks: Sequence[BlockId], *, is_use: bool = True) -> None:
         """Give back one hold on each block.
@@ -367,4 +391,6 @@ class BlockPool:
         del self._idle[block]
         self._idle_in[block // self._per_group] -= 1
         self.prefix_cache.forget(block)
+        if self.snapshots is not None:
+            self.snapshots.forget(block)
         self.num_evictions_for[cause] += 1

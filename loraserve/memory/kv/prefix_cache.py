@@ -164,6 +164,10 @@ class PrefixCache:
             self._cached[block] = _CachedBlock(key, parent, content)
         return key
 
+    def block_of(self, key: PrefixKey) -> BlockId | None:
+        """Return the block that answers a key; None: none does."""
+        return self._by_key.get(key)
+
     def note_uses(self, blocks: Sequence[BlockId], *, is_use: bool) -> None:
         """Count a use of each cached block that is being released.
 

@@ -202,8 +202,10 @@ class PagedAttending:
         self._states = _step_states(inputs, kv)
         self._groups: list[tuple[SequenceGroup, GroupStates]] = []
         if self._states is not None and kv.states is not None:
-            groups = group_sequences(inputs.query_starts, inputs.context_lens, kv.states.group_size)
-            self._groups = [(group, self._states.group(group.numbers)) for group in groups]
+            groups = group_sequences(
+                inputs.query_starts, inputs.context_lens, kv.states.group_size, self._states.borders
+            )
+            self._groups = [(group, self._states.group(group.numbers, group.part)) for group in groups]
 
     def commit(self) -> None:
         """End the step: states have advanced by its tokens."""
@@ -256,11 +258,11 @@ def _step_states(inputs: ModelInputs, kv: KVTensors) -> StepStates | None:
     """Return the states of a step's sequences; None: the base has none."""
     if kv.states is None:
         return None
-    if inputs.state_slots is None:
+    if inputs.states is None:
         raise InvariantViolation("a step has no slots for its sequences' states")
     counts = [end - start for start, end in pairwise(inputs.query_starts)]
     starts = [end - count for end, count in zip(inputs.context_lens, counts, strict=True)]
-    return kv.states.step(inputs.state_slots, starts, inputs.context_lens)
+    return kv.states.step(inputs.states, starts, inputs.context_lens)
 
 
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:

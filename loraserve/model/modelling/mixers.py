@@ -56,10 +56,12 @@ class SequenceGroup:
     Attributes:
         numbers: the sequences, numbered in the pass' order.
         rows: the same number of rows of each, one sequence's behind another's.
+        part: which part of a sequence's rows it is, where its state is kept on the way.
     """
 
     numbers: tuple[int, ...]
     rows: slice | Tensor
+    part: int = 0
 
     def of(self, x: Tensor) -> Tensor:
         """Return the group's part of all rows, [num_sequences, num_tokens, width].
@@ -70,7 +72,12 @@ class SequenceGroup:
         return x[0, self.rows].reshape(len(self.numbers), -1, x.shape[-1])
 
 
-def group_sequences(query_starts: Sequence[int], context_lens: Sequence[int], max_decoding: int) -> list[SequenceGroup]:
+def group_sequences(
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    max_decoding: int,
+    borders_of: Callable[[int], Sequence[int]] = lambda number: (),
+) -> list[SequenceGroup]:
     """Return the groups of a step: sequences that decode share them, any other has its own.
 
     Args:
@@ -78,10 +85,16 @@ def group_sequences(query_starts: Sequence[int], context_lens: Sequence[int], ma
             1]``.
         context_lens: num_seqs numbers: tokens of the sequence after the step.
         max_decoding: sequences of a group, at most.
+        borders_of: returns the numbers of a sequence's tokens, of this step's, ascending, after
+            which its state is kept: each ends a group.
     """
     bounds = list(pairwise(query_starts))
+    borders = [borders_of(i) for i in range(len(bounds))]
     # a sequence's first token has no state to read
-    is_decoding = [end - start == 1 < length for (start, end), length in zip(bounds, context_lens, strict=True)]
+    is_decoding = [
+        end - start == 1 < length and not kept
+        for (start, end), length, kept in zip(bounds, context_lens, borders, strict=True)
+    ]
     decoding = [i for i, is_one in enumerate(is_decoding) if is_one]
     groups = []
     for first in range(0, len(decoding), max_decoding):
@@ -89,7 +102,13 @@ def group_sequences(query_starts: Sequence[int], context_lens: Sequence[int], ma
         rows = [query_starts[i] for i in numbers]
         is_run = rows[-1] - rows[0] == len(rows) - 1
         groups.append(SequenceGroup(tuple(numbers), slice(rows[0], rows[-1] + 1) if is_run else torch.tensor(rows)))
-    groups += [SequenceGroup((i,), slice(*bounds[i])) for i, is_one in enumerate(is_decoding) if not is_one]
+    for i, is_one in enumerate(is_decoding):
+        if not is_one:
+            start, end = bounds[i]
+            # the row behind a border, counted from the sequence's last
+            inner = (end - (context_lens[i] - border) for border in borders[i])
+            ends = sorted({start, *inner, end})
+            groups += [SequenceGroup((i,), slice(*rows), part) for part, rows in enumerate(pairwise(ends))]
     return groups
 
 

@@ -5,6 +5,7 @@ and steps that are computed again change no token. transformers and PEFT are the
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from loraserve.errors import ConfigError
 from loraserve.limits import MIB
 from loraserve.memory.arena import Owner
 from loraserve.model.states import state_bytes
-from loraserve.types import FinishReason
+from loraserve.types import FinishReason, TokenOutput
 
 from .conftest import World, make_engines, save_modelled_world
 from .test_engine import add, prompts, run
@@ -87,13 +88,98 @@ def test_greedy_text_equals_generate(hybrid_world: World, make_engine: MakeEngin
     assert run(engine) == wanted
 
 
-def test_repeated_prompt_starts_without_state(hybrid_world: World, make_engine: MakeEngine) -> None:
-    engine = make_engine(max_num_seqs=2)
+def cached_tokens(engine: Engine, world: World, prompt: list[int], name: str | None = None) -> int:
+    """Run a request whose text must be PEFT's; return how many of its tokens were cached."""
+    outputs: list[TokenOutput] = []
+    request_id = add(engine, world, prompt, name)
+    assert run(engine, outputs)[request_id] == world.expected(name, prompt, 12)
+    return outputs[0].num_cached_tokens
+
+
+@pytest.mark.parametrize("budget", [23, 128])
+def test_repeated_prompt_begins_from_snapshot(hybrid_world: World, make_engine: MakeEngine, budget: int) -> None:
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=budget)
     (prompt,) = prompts(1, seed=9, low=70, high=70)
-    for name in (*NAMES, *NAMES):
-        request_id = add(engine, hybrid_world, prompt, name)
-        assert run(engine)[request_id] == hybrid_world.expected(name, prompt, 12)
+    assert [cached_tokens(engine, hybrid_world, prompt, name) for name in (*NAMES, *NAMES)] == [0, 0, 0, 64, 64, 64]
+    assert engine.stats().num_state_snapshots == 3
+
+
+def test_conversation_begins_from_snapshot(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    first, second, third = prompts(3, seed=10, low=35, high=35)
+    assert cached_tokens(engine, hybrid_world, first, "first") == 0
+    turn = first + hybrid_world.expected("first", first, 12) + second
+    assert cached_tokens(engine, hybrid_world, turn, "first") == 32
+    assert cached_tokens(engine, hybrid_world, turn + third, "first") == len(turn) // 16 * 16
+
+
+def test_third_prompt_begins_from_shared_prefix(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (shared,) = prompts(1, seed=11, low=50, high=50)
+    found = [cached_tokens(engine, hybrid_world, shared + tail) for tail in prompts(4, seed=12, low=20, high=30)]
+    assert found == [0, 0, 48, 48]
+
+
+def test_unfinished_prompt_leaves_no_snapshot(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    (prompt,) = prompts(1, seed=9, low=70, high=70)
+    request_id = add(engine, hybrid_world, prompt)
+    for _ in range(3):
+        engine.step()
+    engine.abort(request_id)
+    assert engine.check() == []
+    assert cached_tokens(engine, hybrid_world, prompt) == 0
+
+
+def test_disabled_cache_counts_no_lookup(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine(enable_prefix_cache=False)
+    (prompt,) = prompts(1, seed=9, low=70, high=70)
+    assert [cached_tokens(engine, hybrid_world, prompt) for _ in range(2)] == [0, 0]
     assert engine.stats().prefix_tokens_queried == 0
+
+
+@pytest.mark.usefixtures("quick_loads")
+@pytest.mark.parametrize("seed", range(3))
+def test_traffic_with_few_snapshots_changes_no_token(
+    hybrid_world: World, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr("loraserve.memory.memory_plan.SNAPSHOTS_PER_SLOT", 1)
+    rng = random.Random(seed)
+    engine = make_engine(max_num_batched_tokens=rng.choice([11, 23, 64]), max_num_seqs=3, max_model_len=128)
+    stems = prompts(3, seed=seed, low=20, high=60)
+    runner: Any = engine._pipeline._runner
+    launch, calls = runner.launch, itertools.count(1)
+
+    def late(batch: Any) -> Any:
+        found = launch(batch)
+        return found if next(calls) % 5 else FinishedStep([StepResult(is_deferred=True)] * len(batch.entries))
+
+    monkeypatch.setattr(runner, "launch", late)
+    wanted: dict[Any, list[int]] = {}
+    found: dict[Any, list[int]] = {}
+    texts: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
+    todo = 24
+    while todo or engine.has_requests:
+        if todo and rng.random() < 0.3:
+            todo -= 1
+            name = rng.choice(NAMES)
+            prompt = rng.choice(stems)[: rng.choice([17, 33, 60])] + [rng.randrange(3) for _ in range(rng.randrange(9))]
+            key = (name, tuple(prompt))
+            if key not in texts:
+                texts[key] = hybrid_world.expected(name, prompt, 12)
+                # a later turn
+                stems.append([*prompt, *texts[key], 7][:100])
+            request_id = add(engine, hybrid_world, prompt, name)
+            if rng.random() < 0.2:
+                engine.abort(request_id)
+            else:
+                wanted[request_id] = texts[key]
+        for output in engine.step() if engine.has_requests else ():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        assert engine.check() == []
+    assert {name: found[name] for name in wanted} == wanted
+    assert engine.stats().prefix_tokens_hit > 0
+    assert engine.stats().state_snapshot_evictions > 0
 
 
 @pytest.mark.usefixtures("quick_loads")
@@ -105,9 +191,12 @@ def test_preemption_changes_no_token(hybrid_world: World, make_engine: MakeEngin
     num_pages = 13 * probing._kv._layout.pages_per_group + arena.client(Owner.ADAPTERS).num_allocated  # type: ignore[union-attr]
     num_bytes = num_pages * arena.page_num_bytes
     # 13 blocks of 16 tokens and an adapter, for 6 requests of up to 70 tokens
-    slot_bytes = probing._pipeline._runner._kv.states.num_bytes // 8  # type: ignore[attr-defined]
+    states = probing._pipeline._runner._kv.states  # type: ignore[attr-defined]
+    one = states.num_bytes // (2 * 8 + states.num_snapshots)
+    # two states of each sequence, and as many snapshots as a quarter of all has room for
+    num_snapshots = next(n for n in range(24, 0, -1) if num_bytes + (12 + n) * one >= 4 * n * one)
     engine = make_engine(
-        memory_budget_bytes=num_bytes + 6 * slot_bytes,
+        memory_budget_bytes=num_bytes + (12 + num_snapshots) * one,
         max_model_len=96,
         max_num_batched_tokens=23,
         max_num_seqs=6,
@@ -195,11 +284,13 @@ def test_states_are_part_of_budget(hybrid_world: World, make_engine: MakeEngine)
     engine = make_engine(max_num_seqs=8)
     runner: Any = engine._pipeline._runner
     shapes = {layer: tuple(tensor.shape[1:] for tensor in every) for layer, every in runner._kv.states._tensors.items()}
-    slot_bytes = state_bytes(shapes)
-    assert runner._kv.states.num_bytes == 8 * slot_bytes
+    one = state_bytes(shapes)
+    states = runner._kv.states
+    assert states.num_snapshots == min(4 * 8, 2 * MIB // one)
+    assert states.num_bytes == (2 * 8 + states.num_snapshots) * one
     arena = engine._kv._layout.client.arena  # type: ignore[union-attr]
-    assert 0 <= 8 * MIB - 8 * slot_bytes - arena.num_pages * arena.page_num_bytes < arena.page_num_bytes
+    assert 0 <= 8 * MIB - states.num_bytes - arena.num_pages * arena.page_num_bytes < arena.page_num_bytes
     narrow = make_engine(max_num_seqs=4096)
-    assert narrow._pipeline._runner._kv.states.num_slots == 4 * MIB // slot_bytes  # type: ignore[attr-defined]
+    assert narrow._pipeline._runner._kv.states.num_slots == 4 * MIB // (2 * one)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="recurrent state"):
-        make_engine(memory_budget_bytes=slot_bytes)
+        make_engine(memory_budget_bytes=2 * one)

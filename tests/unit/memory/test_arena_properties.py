@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=2 * LONGEST))
     def add(self, token_ids: list[int]) -> None:
-        found, _ = self.kv.match_prefix(ROOT, token_ids, len(token_ids) - 1)
+        found, *_ = self.kv.match_prefix(ROOT, token_ids, len(token_ids) - 1)
         available = self.kv.num_available
         more = self.kv.allocate(-(-len(token_ids) // BLOCK_SIZE) - len(found))
         if more is None:

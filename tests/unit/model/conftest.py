@@ -47,7 +47,7 @@ from transformers import (
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.states import RecurrentStates
+from loraserve.model.states import RecurrentStates, StateUse
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule, PackedAdapter, pack_adapter
 
@@ -153,14 +153,14 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
 
 @dataclass
 class Sequence:
-    """One sequence in a `PagedRun`: tokens, blocks, how many tokens are computed, and its
-    state's slot.
+    """One sequence in a `PagedRun`: tokens, blocks, how many tokens are computed, and where its
+    state is.
     """
 
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    slot: int = 0
+    state: StateUse = field(default_factory=lambda: StateUse(0))
 
 
 class PagedRun:
@@ -175,7 +175,7 @@ class PagedRun:
             return tuple(torch.full(shape, float("nan"), dtype=decoder.kv_dtype) for _ in range(num_layers))
 
         shapes = getattr(decoder, "state_shapes", {})
-        states = RecurrentStates(shapes, 4) if shapes else None
+        states = RecurrentStates(shapes, 4, 4) if shapes else None
         self.kv = KVTensors(k=poisoned(), v=poisoned(), block_size=block_size, states=states)
         self._num_sequences = 0
         self._free = list(range(num_blocks))
@@ -183,7 +183,7 @@ class PagedRun:
 
     def add(self, token_ids: list[int]) -> Sequence:
         self._num_sequences += 1
-        return Sequence(token_ids, slot=self._num_sequences % 4)
+        return Sequence(token_ids, state=StateUse(self._num_sequences % 4))
 
     def step(
         self,
@@ -222,7 +222,7 @@ class PagedRun:
             block_tables=torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s, _ in work], dtype=torch.int32),
             logits_rows=torch.tensor(rows, dtype=torch.int64),
             lora=make_plan(lora or [], len(token_ids)),
-            state_slots=None if self.kv.states is None else [sequence.slot for sequence, _ in work],
+            states=None if self.kv.states is None else [sequence.state for sequence, _ in work],
         )
         logits = self.decoder.forward(inputs, self.kv)
         counts = [0 if no_logits else 1 if last_rows_only else count for _, count in work]

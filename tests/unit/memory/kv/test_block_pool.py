@@ -21,7 +21,7 @@ def test_released_prefix_is_found_by_same_tokens():
     blocks = kv.allocate(3)
     publish_all(kv, blocks, tokens)
     kv.release(blocks)
-    found, keys = kv.match_prefix(ROOT, tokens, 9)
+    found, keys, _ = kv.match_prefix(ROOT, tokens, 9)
     assert found == blocks[:2]
     assert len(keys) == 2
     assert kv.check() == []
@@ -31,7 +31,7 @@ def test_a_prefix_ends_at_the_first_other_token():
     kv = BlockPool(8, 4)
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
-    found, _ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4, 5, 6, 99, 8], 8)
+    found, *_ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4, 5, 6, 99, 8], 8)
     assert found == blocks[:1]
 
 
@@ -39,7 +39,7 @@ def test_the_last_token_is_never_a_hit():
     kv = BlockPool(8, 4)
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
-    found, _ = kv.match_prefix(ROOT, list(range(8)), 7)
+    found, *_ = kv.match_prefix(ROOT, list(range(8)), 7)
     assert found == blocks[:1]
 
 
@@ -52,7 +52,7 @@ def test_different_prefix_root_finds_no_blocks():
         prefix_root(TenantId("t"), Digest("c"), "float32"),
         prefix_root(TenantId("t"), Digest("b"), "bfloat16"),
     ):
-        assert kv.match_prefix(other, list(range(9)), 8) == ([], [])
+        assert kv.match_prefix(other, list(range(9)), 8) == ([], [], 0)
 
 
 def test_roots_are_framed():
@@ -92,7 +92,7 @@ def test_hash_collision_is_not_a_prefix_hit():
     publish_all(kv, blocks, [0, 1, 2, 3])
     # as if two contents had one hash
     kv.prefix_cache._by_key[extend_key(ROOT, (9, 9, 9, 9))] = blocks[0]
-    assert kv.match_prefix(ROOT, [9, 9, 9, 9, 9], 4) == ([], [])
+    assert kv.match_prefix(ROOT, [9, 9, 9, 9, 9], 4) == ([], [], 0)
 
 
 def test_idle_blocks_are_evicted_from_prefix_end():
@@ -102,7 +102,7 @@ def test_idle_blocks_are_evicted_from_prefix_end():
     publish_all(kv, blocks, tokens)
     kv.release(blocks)
     assert kv.allocate(2) is not None
-    found, _ = kv.match_prefix(ROOT, [*tokens, 16], 16)
+    found, *_ = kv.match_prefix(ROOT, [*tokens, 16], 16)
     assert found == blocks[:2]
     assert kv.check() == []
 
@@ -118,7 +118,7 @@ def test_shared_block_frees_after_last_holder():
     kv = BlockPool(4, 4)
     blocks = kv.allocate(1)
     publish_all(kv, blocks, [0, 1, 2, 3])
-    again, _ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4], 4)
+    again, *_ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4], 4)
     kv.release(blocks)
     assert kv.num_held == 1
     kv.release(again)
@@ -135,7 +135,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9))
     def add(self, tokens):
-        blocks, _ = self.kv.match_prefix(ROOT, tokens, len(tokens) - 1)
+        blocks, *_ = self.kv.match_prefix(ROOT, tokens, len(tokens) - 1)
         more = self.kv.allocate(-(-len(tokens) // 2) - len(blocks))
         if more is None:
             self.kv.release(blocks)

@@ -18,6 +18,7 @@ from loraserve.model.inputs import KVTensors
 from loraserve.model.modelling.mixers import MIXERS, Recurrence, group_sequences
 from loraserve.model.reference_model import evaluate
 from loraserve.model.reference_pass import Subject
+from loraserve.model.states import StateUse
 
 from ..conftest import PagedRun, random_tokens, randomize, reference_logits, save_model
 from .families import HYBRIDS, build, load, save
@@ -164,6 +165,42 @@ def test_groups_keep_chunks_from_decoding_sequences() -> None:
         (group.numbers, torch.arange(9)[group.rows].tolist()) for group in group_sequences(starts, lens, max_decoding=3)
     ]
     assert groups == [((0, 3, 4), [0, 6, 7]), ((5,), [8]), ((1,), [1]), ((2,), [2, 3, 4, 5])]
+
+
+def test_groups_end_at_borders() -> None:
+    # a token, a chunk of tokens 5 to 9, a token and a chunk that end at borders
+    starts, lens = [0, 1, 5, 6, 9], [5, 9, 8, 3]
+    borders = {1: [6, 8], 2: [8], 3: [3]}
+    groups = [
+        (group.numbers, group.part, torch.arange(9)[group.rows].tolist())
+        for group in group_sequences(starts, lens, 8, lambda number: borders.get(number, ()))
+    ]
+    assert groups == [
+        ((0,), 0, [0]),
+        ((1,), 0, [1]),
+        ((1,), 1, [2, 3]),
+        ((1,), 2, [4]),
+        ((2,), 0, [5]),
+        ((3,), 0, [6, 7, 8]),
+    ]
+
+
+@pytest.mark.parametrize("border", [3, 12, 19])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_sequence_from_snapshot_equals_transformers(name: str, border: int, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    base: Any = load(tmp_path)
+    run = PagedRun(base)
+    first, second = run.add(LONG), run.add(LONG)
+    first.state = StateUse(first.state.slot, kept=((border, 2),))
+    wanted = reference_logits(model, LONG)
+    assert equal(run.step([(first, len(LONG))])[0], wanted)
+    # its keys and values are there too
+    second.blocks, second.num_computed = list(first.blocks), border
+    second.state = StateUse(second.state.slot, resumed=2)
+    (found,) = run.step([(second, len(LONG) - border - 1)])
+    second.state = StateUse(second.state.slot)
+    assert equal(torch.cat((found, *run.step([(second, 1)]))), wanted[border:])
 
 
 WIDE = {"linear_num_value_heads": 32, "linear_value_head_dim": 8}
