@@ -131,6 +131,20 @@ def test_unfinished_prompt_leaves_no_snapshot(hybrid_world: World, make_engine: 
     assert cached_tokens(engine, hybrid_world, prompt) == 0
 
 
+def test_begun_request_unpins_snapshot(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (prompt,) = prompts(1, seed=9, low=70, high=70)
+    assert cached_tokens(engine, hybrid_world, prompt) == 0
+    add(engine, hybrid_world, prompt)
+    outputs: list[TokenOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    assert outputs[0].num_cached_tokens == 64
+    assert engine._kv.snapshots is not None
+    assert not engine._kv.snapshots._pins
+    assert engine.has_requests
+
+
 def test_disabled_cache_counts_no_lookup(hybrid_world: World, make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_cache=False)
     (prompt,) = prompts(1, seed=9, low=70, high=70)
