@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from loraserve import errors
+from loraserve.api.errors import status_of
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -73,6 +76,19 @@ def test_site_needs_only_own_files() -> None:
         if link.startswith("../")
     ]
     assert not outside, f"name the file without a link: {outside}"
+
+
+def test_page_of_errors_has_each_code() -> None:
+    text = (DOCS / "errors.md").read_text()
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.LoraserveError)]
+    statuses: dict[str, set[int]] = {}
+    for kind in kinds:
+        statuses.setdefault(kind.code, set()).add(status_of(kind("x")))
+    assert not {code for code in statuses if f"`{code}`" not in text}
+    rows = re.findall(r"^\| (`[^|]+`) \| ([\d, ]+) \|", text, re.MULTILINE)
+    shown = {code: {int(one) for one in found.split(",")} for names, found in rows for code in CODE.findall(names)}
+    assert len(shown) > 40
+    assert {code: found for code, found in shown.items() if statuses[code.strip("`")] != found} == {}
 
 
 def test_charts_match_newest_results(tools: None) -> None:
