@@ -206,6 +206,11 @@ class Limits:
     max_live_interval_s: float = 60.0
     max_live_stream_s: float = 900.0
     """Longest stream of live figures; a client that still wants them asks again."""
+    history_s: float = 3600.0
+    """Seconds of which the live figures' history has a point each `history_interval_s`."""
+    history_interval_s: float = 20.0
+    history_window_s: float = 60.0
+    """Seconds over which a point's percentiles are taken."""
     max_tallied_tenants: int = 1024
     """Tenants whose requests are counted one by one for their own figures; the others' counts
     begin again with their next request.

@@ -142,6 +142,7 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
             services.grammars.close,
             services.templates.close,
             services.close_tracer,
+            services.history.close,
             services.engine.stop,
             registry.pins.close,
             registry.base_precisions.close,
@@ -157,6 +158,7 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
         registry.certificate_backfill.start()
         registry.base_precisions.start()
         services.files.start()
+        services.history.start()
         if usage is not None:
             usage.start()
         if responses is not None:

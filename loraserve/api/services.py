@@ -15,6 +15,7 @@ from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
+from loraserve.api.metrics.history import ActivityHistory
 from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.residency_snapshot import ResidencySnapshots
 from loraserve.api.result_cache import ResultCache
@@ -92,11 +93,15 @@ class Services:
     batch_runner: BatchRunner = field(init=False)
     result_cache: ResultCache = field(init=False)
     residency: ResidencySnapshots = field(init=False)
+    history: ActivityHistory = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
         self.proxies = TrustedProxies(self.settings.trusted_proxies, self.settings.client_address_source)
         self.residency = ResidencySnapshots(lambda: self.engine.residency())
+        self.history = ActivityHistory(
+            self.metrics.activity, lambda: self.engine.stats, limits=self.limits, clock=self.clock
+        )
         self.pauses = Pauses(self.limits.max_pause_s)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)

@@ -45,7 +45,8 @@ class Base(Result):
     """Linear → the layers that have it, of those that only some have."""
     layers_path: Annotated[str | None, ALWAYS] = None
     has_recurrent_state: bool = False
-    """Whether layers keep a state of all tokens before: then prefixes aren't cached."""
+    """Whether layers keep a state of all tokens before: prefixes are reused up to a snapshot of it.
+    """
     dtype: str
     quantization: str
     """Format of the linears' weights."""
@@ -66,6 +67,8 @@ class Base(Result):
     """Cost of rounding it; None: it isn't measured yet, or nothing is (`precision_note`)."""
     precision_note: str = ""
     """Reason why nothing is measured: it is served as it is stored, or there is no float base."""
+    has_chat_template: bool = False
+    """Whether it takes messages; otherwise prompts alone, but for versions with a template."""
     generation_defaults: dict[str, int | float] = Field(default_factory=dict)
     """Defaults of fields that requests don't send, out of its generation_config.json."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -94,6 +94,33 @@ class LiveFigures(Result):
     """None for a tenant's key: it would reveal what other tenants do."""
 
 
+class LivePoint(Result):
+    """Requests of the caller's tenant, or of all, until an instant of the last hour."""
+
+    at: datetime
+    tokens_per_s: float | None
+    """None: there is no point before."""
+    requests_per_minute: float | None
+    """Requests that ended in the last minute."""
+    num_waiting: int
+    num_running: int
+    first_token_s: Durations | None
+    """Time to the first token over the last minute; None: no request had one."""
+    per_token_s: Durations | None
+    """Mean time between tokens, likewise."""
+    kv_share: float | None
+    """Part of the device's memory that keys and values take; None for a tenant's key."""
+    adapters_share: float | None
+
+
+class LiveHistory(Result):
+    """The last hour, or the time since the server started, oldest first."""
+
+    interval_s: float
+    """Seconds between two points."""
+    data: list[LivePoint]
+
+
 class SlowRequest(Result):
     """A request that took long, and the times of its parts."""
 

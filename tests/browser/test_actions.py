@@ -76,6 +76,31 @@ def test_dropped_adapter_upload_resumes_after_interruption(
     console.faults.clear()
 
 
+def test_upload_is_checked_then_published_with_notes(open_console: Open, server: ServerProcess) -> None:
+    key = server.make_tenant("globodyne")
+    console = open_console(key)
+    page = console.page
+    console.show("adapters")
+    drop(page, files_of("haiku"))
+    page.get_by_label("Name of the adapter").fill("verse")
+    page.get_by_label("Notes").fill("trained on poems")
+    page.get_by_label("Tags, a line of NAME=VALUE each").fill("loss=0.31\ntask=verse")
+    page.get_by_label("Only check it").check()
+    page.get_by_role("button", name="Check", exact=True).click()
+    page.get_by_text("can be published").wait_for()
+    with Client(server.url, api_key=key) as client:
+        assert list(client.adapters.list()) == []
+        page.get_by_label("Only check it").uncheck()
+        page.get_by_role("button", name="Upload", exact=True).click()
+        page.get_by_text("and verified it").wait_for()
+        version = client.adapters.version("verse", 1)
+    assert (version.notes, version.tags) == ("trained on poems", {"loss": "0.31", "task": "verse"})
+    console.show("adapters/verse", "verse")
+    row = page.get_by_role("region", name="Versions").get_by_role("row").nth(1)
+    assert "trained on poems" in row.inner_text()
+    assert "loss: 0.31" in row.inner_text()
+
+
 def test_files_without_adapter_are_refused_with_explanation(open_console: Open, acme: str, tmp_path: Path) -> None:
     console = open_console(acme)
     page = console.page

@@ -20,8 +20,10 @@ Open = Callable[..., Console]
 
 
 def ask(console: Console, prompt: str = PROMPT) -> None:
-    console.page.locator("textarea").first.fill(prompt)
-    console.page.get_by_role("button", name="Ask").click()
+    page = console.page
+    box = page.get_by_role("textbox", name="Message", exact=True)
+    box.or_(page.get_by_role("textbox", name="Prompt", exact=True)).fill(prompt)
+    page.get_by_role("button", name="Ask").click()
 
 
 def choose(page: Any, *names: str) -> None:
@@ -65,18 +67,31 @@ def test_a_conversation_goes_on(open_console: Open, acme: str) -> None:
         page.wait_for_function("n => document.querySelectorAll('.turn-user').length === 2 * n", arg=turn)
 
 
+def test_playground_opens_as_chat_with_system_message(open_console: Open, acme: str) -> None:
+    console = open_console(acme)
+    page = console.page
+    console.show("playground")
+    assert page.get_by_role("button", name="Chat").get_attribute("aria-pressed") == "true"
+    page.get_by_role("textbox", name="System message").fill("Answer in one word.")
+    shown = page.get_by_label("Snippet", exact=True).inner_text()
+    assert '"role": "system"' in shown
+    assert "/v1/chat/completions" in shown
+    page.get_by_role("button", name="Completion").click()
+    assert "Answer in one word." not in page.get_by_label("Snippet", exact=True).inner_text()
+
+
 def test_answer_has_requested_form(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     console.show("playground")
     choose(page, "base (base)")
-    page.get_by_label("Form of the answer").select_option("regex")
+    page.get_by_label("Response format").select_option("regex")
     page.get_by_role("textbox", name="Regular expression").fill("[0-9]{5}")
     assert "structured_outputs" in page.get_by_label("Snippet", exact=True).inner_text()
     ask(console)
     page.get_by_text("1 of 1 answers are complete.").wait_for(state="attached")
     assert answer_of(page, "base").locator(".answer-text").inner_text().isdigit()
-    page.get_by_label("Form of the answer").select_option("schema")
+    page.get_by_label("Response format").select_option("schema")
     page.get_by_role("textbox", name="JSON schema").fill("{")
     ask(console)
     page.get_by_text("The schema isn't JSON").first.wait_for()
@@ -99,9 +114,9 @@ def long_answer(console: Console) -> None:
     page = console.page
     console.show("playground")
     choose(page, "base (base)")
-    page.get_by_label("Form of the answer").select_option("regex")
+    page.get_by_label("Response format").select_option("regex")
     page.get_by_role("textbox", name="Regular expression").fill("([a-z]{3} ){90}")
-    page.get_by_label("Most tokens").fill("400")
+    page.get_by_label("Max tokens").fill("400")
 
 
 def test_stream_continues_with_same_text_after_engine_kill(

@@ -204,6 +204,17 @@ def test_overview_follows_requests(open_console: Open, server: ServerProcess, ac
     )
 
 
+def test_overview_begins_with_past_figures(open_console: Open, acme: str) -> None:
+    console = open_console(acme)
+    page = console.page
+    with page.expect_response(lambda response: response.url.endswith("/api/v1/live/history")) as found:
+        page.reload()
+    assert found.value.json()["data"][0]["at"]
+    # without waiting for a second event of the stream, two seconds later
+    page.get_by_text("Tokens per second").first.wait_for()
+    assert page.locator(".stat .figure").first.inner_text() != "–"
+
+
 def test_overview_shows_rounding(open_console: Open, server: ServerProcess, admin_key: str) -> None:
     with Client(server.url, api_key=admin_key) as admin:
         deadline = time.monotonic() + 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
@@ -18,9 +19,18 @@ from loraserve.api.management.payloads.resources import resource_of
 from loraserve.api.management.payloads.responses import answer, header_list
 from loraserve.api.management.residency import memory_of
 from loraserve.api.metrics.durations import DURATION_BOUNDS_S
+from loraserve.api.metrics.history import HistoryPoint
 from loraserve.api.metrics.slow_requests import DURATION, ORDERS
 from loraserve.api.services import Services, services_of
-from loraserve.contract.traffic import EngineFigures, LiveFigures, SlowRequest, SlowRequests
+from loraserve.contract.traffic import (
+    Durations,
+    EngineFigures,
+    LiveFigures,
+    LiveHistory,
+    LivePoint,
+    SlowRequest,
+    SlowRequests,
+)
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.auth import Caller
@@ -52,6 +62,44 @@ async def get_live(
         return answer(request, _figures(services, caller))
 
     return EventStream(_LiveFigures(request, services, caller, interval_s), {})
+
+
+@router.get("/live/history", response_model=LiveHistory)
+async def get_live_history(request: Request, caller: Caller = Depends(_reader)) -> Response:
+    """Return the last hour's figures: a tenant's own, or for an admin of all.
+
+    They begin with the server, and are its own.
+    """
+    check_query(request)
+    services = services_of(request)
+    points = services.history.of(None if caller.sees_all else caller.tenant)
+    data = [_live_point(at, point, is_operator=caller.is_operator) for at, point in points]
+    return answer(request, LiveHistory(interval_s=LIMITS.history_interval_s, data=data))
+
+
+def _live_point(at_s: float, point: HistoryPoint, *, is_operator: bool) -> LivePoint:
+    return LivePoint(
+        at=datetime.fromtimestamp(at_s, UTC),
+        tokens_per_s=_figure(point.tokens_per_s),
+        requests_per_minute=_figure(point.requests_per_minute),
+        num_waiting=round(point.num_waiting),
+        num_running=round(point.num_running),
+        first_token_s=_durations(point.first_p50, point.first_p95, point.first_p99),
+        per_token_s=_durations(point.token_p50, point.token_p95, point.token_p99),
+        kv_share=_figure(point.kv_share) if is_operator else None,
+        adapters_share=_figure(point.adapters_share) if is_operator else None,
+    )
+
+
+def _figure(number: float) -> float | None:
+    """Return a number with four digits, as charts need them, or None where there is none."""
+    return None if math.isnan(number) else float(f"{number:.4g}")
+
+
+def _durations(p50: float, p95: float, p99: float) -> Durations | None:
+    if math.isnan(p50):
+        return None
+    return Durations(p50=float(f"{p50:.4g}"), p95=float(f"{p95:.4g}"), p99=float(f"{p99:.4g}"))
 
 
 class _LiveFigures(EventSource):

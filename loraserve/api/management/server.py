@@ -53,6 +53,7 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
         module_paths={**base.module_paths, **of_experts},
         precision=_precision(known),
         precision_note=known.note if known else "",
+        has_chat_template=bool(services.chat_format.template.source),
         generation_defaults=services.base_defaults.as_fields(),
         chat_template_kwargs=dict(services.settings.default_chat_template_kwargs),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -61,6 +61,11 @@ class Activity:
     def of(self, tenant: TenantId | None) -> RequestTally:
         """Look up the tenant's tally, or with None that of all."""
         return self.total if tenant is None else self._tallies.get(tenant) or RequestTally()
+
+    def tallies(self) -> Iterator[tuple[TenantId | None, RequestTally]]:
+        """Yield the tally of all, with None, and those of the tenants."""
+        yield None, self.total
+        yield from self._tallies.items()
 
     def begin(self, request: GenerateRequest, *, tenant_name: str, asked: str) -> RequestTimer:
         """Count a request as waiting; `RequestTimer.end` must follow."""

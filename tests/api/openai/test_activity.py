@@ -75,6 +75,28 @@ async def test_tenant_sees_only_own_activity(
     assert (everything["num_ended"], everything["engine"]["max_num_seqs"]) == (1, 64)
 
 
+async def test_history_has_last_points(
+    client: httpx2.AsyncClient, services: Services, make_tenant: Callable[[str], Awaitable[Any]], url: str
+) -> None:
+    async def history(**how: Any) -> Any:
+        answer = await client.get("/api/v1/live/history", **how)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    await services.history.take()
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    await services.history.take()
+    own, everything = await history(), await history(headers=ADMIN)
+    assert own["interval_s"] == 20
+    assert own["data"][-1]["num_running"] == 0
+    assert own["data"][-1]["first_token_s"]["p50"] > 0
+    assert own["data"][-1]["kv_share"] is None
+    assert len(everything["data"]) == 2
+    other = await make_tenant("globex")
+    assert (await history(headers=dict(other.headers)))["data"] == []
+    assert (await client.get("/api/v1/live/history?minutes=5")).status_code == 400
+
+
 async def test_slow_requests_report_time_of_each_stage(client: httpx2.AsyncClient, engine: Any) -> None:
     first = (await client.post("/v1/completions", json=BODY)).json()
     engine.step_s = 0.02

@@ -1,5 +1,5 @@
-// The live figures, and their last hour. They are kept here, in the page: closing it forgets them.
-import { events } from "./api.js";
+// The live figures, and their last hour: what the server has of it, then what the page has seen.
+import { api, events } from "./api.js";
 import { REVOKED, session, signOut } from "./session.js";
 import { Store } from "./store.js";
 
@@ -64,6 +64,22 @@ function sampleOf(figures, raws) {
   return sample;
 }
 
+// What happened before the page was open, in the form of its samples.
+async function past(signal) {
+  const { data } = await api.get("/api/v1/live/history", { signal });
+  return data.map((point) => {
+    const sample = { at: Date.parse(point.at) / 1000, waiting: point.num_waiting, running: point.num_running };
+    if (point.kv_share !== null) Object.assign(sample, { kv: 100 * point.kv_share, adapters: 100 * point.adapters_share });
+    sample.tokens = point.tokens_per_s;
+    sample.perMinute = point.requests_per_minute;
+    for (const name of ["p50", "p95", "p99"]) {
+      sample[`first_${name}`] = point.first_token_s?.[name] ?? null;
+      sample[`token_${name}`] = point.per_token_s?.[name] ?? null;
+    }
+    return sample;
+  });
+}
+
 let running = null;
 
 // Follow the figures for the session's key until `stop`.
@@ -85,6 +101,7 @@ async function keepFollowing(signal) {
   let samples = [];
   for (let failures = 0; !signal.aborted; failures += 1) {
     try {
+      if (!samples.length) samples = await past(signal);
       const stream = events("GET", `/api/v1/live?interval_s=${INTERVAL_S}`, { signal });
       for await (const { name, data } of stream) {
         if (signal.aborted) return;
@@ -94,7 +111,9 @@ async function keepFollowing(signal) {
         }
         if (name !== "figures") break;
         failures = -1;
-        samples = [...samples, sampleOf(data, raws)];
+        const sample = sampleOf(data, raws);
+        // the first of a stream has no rates: those before it are seconds old
+        samples = [...samples, sample.tokens === undefined ? { ...samples.at(-1), ...sample } : sample];
         if (samples.length > KEPT_S / INTERVAL_S) samples = samples.slice(-KEPT_S / INTERVAL_S);
         live.set({ state: "live", now: data, samples });
       }

@@ -28,13 +28,13 @@ export function sorted(files) {
   return { config, weights, extras };
 }
 
-// The files of a drop, those in dropped folders too.
+// The files of a drop, those in dropped folders too, and the name of the folder where it is one.
 export async function dropped(transfer) {
   const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-  if (!entries.length) return [...transfer.files];
+  if (!entries.length) return { files: [...transfer.files], folder: null };
   const files = [];
   for (const entry of entries) await collect(entry, files);
-  return files;
+  return { files, folder: entries.length === 1 && entries[0].isDirectory ? entries[0].name : null };
 }
 
 async function collect(entry, files) {
@@ -93,7 +93,7 @@ async function sendWeights(file, sha256, tell, signal) {
   }
 }
 
-export async function publish(name, files, { isPromoting, tell, signal }) {
+export async function publish(name, files, { notes, tags }, { isPromoting, isDryRun, tell, signal }) {
   const { config, weights, extras } = sorted(files);
   let parsed;
   try {
@@ -106,5 +106,9 @@ export async function publish(name, files, { isPromoting, tell, signal }) {
   tell({ stage: "verifying", done: weights.size, total: weights.size });
   const body = { config: parsed, blob: sha256 };
   for (const [field, file] of extras) body[field] = (await file.text()).trim();
-  return api.post(`/api/v1/adapters/${path(name)}/versions?promote=${isPromoting}`, body, { signal });
+  const root = `/api/v1/adapters/${path(name)}/versions`;
+  const made = await api.post(`${root}?promote=${isPromoting}&dry_run=${isDryRun}`, body, { signal });
+  const facts = { ...(notes && { notes }), ...(Object.keys(tags).length && { tags }) };
+  if (!isDryRun && Object.keys(facts).length) await api.patch(`${root}/${made.version}`, facts, { signal });
+  return made;
 }

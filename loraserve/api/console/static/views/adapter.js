@@ -4,6 +4,7 @@ import { Certificate, checkOf } from "../lib/certificate.js";
 import { Compare, isCompared, useTraffic } from "../lib/compare.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
+import { tagsOf } from "../lib/tags.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
 import { Upload } from "./adapters.js";
 
@@ -53,11 +54,13 @@ export function Adapter({ rest }) {
       ${versions.length === 0 && html`<${Empty} title="No versions">All of them were deleted.<//>`}
       <div class="scroll" tabindex="0" role="region" aria-label="Versions">
         <table>
-          <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
+          <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Effect kept</th><th scope="col">Notes and tags</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
           <tbody>
             ${versions.map((version) => html`<tr key=${version.version}>
               <td class="figures">${version.version} ${version.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}</td>
               <td><${VersionState} version=${version} /></td>
+              <td class="num">${effectOf(version)}</td>
+              <td class="small">${version.notes && html`<span>${version.notes} </span>`}${Object.entries(version.tags).map(([tag, value]) => html`<${Chip}>${tag}: ${value}<//>`)}</td>
               <td class="num">${number(version.rank)}</td>
               <td class="num">${bytes(version.size_bytes)}</td>
               <td class="small figures">${day(version.created_at)}</td>
@@ -82,6 +85,13 @@ export function Adapter({ rest }) {
       <p>${name}@${dialog.alias.name} goes back to what it named before. Requests that run finish on the version they began with.</p>
     <//>`}
   `;
+}
+
+// What rounding the base leaves of a version's effect, as its certificate measured it.
+function effectOf(version) {
+  const parity = checkOf(version, "parity");
+  const kept = (parity?.certificate ?? parity)?.effect_kept;
+  return typeof kept === "number" ? percent(kept) : "–";
 }
 
 function VersionState({ version }) {
@@ -231,11 +241,7 @@ function Notes({ adapter, root, onClose, onChanged }) {
   const [notes, setNotes] = useState(adapter.notes);
   const [tags, setTags] = useState(Object.entries(adapter.tags).map(([name, value]) => `${name}=${value}`).join("\n"));
   const [act, { isRunning, error }] = useAction(async () => {
-    const lines = tags.split("\n").map((line) => line.trim()).filter(Boolean);
-    const bad = lines.find((line) => !line.includes("="));
-    if (bad) throw new Error(`Tags are lines of NAME=VALUE; this isn't one: ${bad}`);
-    const parsed = Object.fromEntries(lines.map((line) => [line.slice(0, line.indexOf("=")).trim(), line.slice(line.indexOf("=") + 1).trim()]));
-    await api.patch(root, { notes, tags: parsed });
+    await api.patch(root, { notes, tags: tagsOf(tags) });
     onChanged();
     onClose();
   });

@@ -4,6 +4,7 @@ import { checkOf } from "../lib/certificate.js";
 import { bytes, day, number } from "../lib/format.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { Chip, Empty, Failure, Heading, Loading, useLoaded } from "../lib/ui.js";
+import { tagsOf } from "../lib/tags.js";
 import { dropped, publish, sorted } from "../lib/upload.js";
 
 const SHOWN = 200;
@@ -66,6 +67,11 @@ function Row({ one }) {
   </tr>`;
 }
 
+// The longest part of a folder's name that is an adapter's.
+function nameOf(folder) {
+  return folder.replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 128);
+}
+
 const STAGES = {
   reading: "Reading and hashing the weights",
   sending: "Sending the weights",
@@ -76,7 +82,10 @@ const STAGES = {
 export function Upload({ name: fixedName, onPublished }) {
   const [files, setFiles] = useState(null);
   const [name, setName] = useState(fixedName ?? "");
+  const [notes, setNotes] = useState("");
+  const [tags, setTags] = useState("");
   const [isPromoting, setPromoting] = useState(true);
+  const [isDryRun, setDryRun] = useState(false);
   const [isOver, setOver] = useState(false);
   const [progress, setProgress] = useState(null);
   const [outcome, setOutcome] = useState(null);
@@ -84,11 +93,12 @@ export function Upload({ name: fixedName, onPublished }) {
   const ending = useRef(null);
   useEffect(() => () => ending.current?.abort(), []);
 
-  const take = (given) => {
+  const take = (given, folder) => {
     setOutcome(null);
     setError(null);
     try {
       setFiles(sorted(given));
+      if (folder) setName((before) => before || nameOf(folder));
     } catch (problem) {
       setFiles(null);
       setError(problem);
@@ -102,8 +112,10 @@ export function Upload({ name: fixedName, onPublished }) {
     setOutcome(null);
     try {
       const all = [files.config, files.weights, ...files.extras.map(([, file]) => file)];
-      const version = await publish(name, all, { isPromoting, tell: setProgress, signal: abort.signal });
+      const facts = { notes: notes.trim(), tags: tagsOf(tags) };
+      const version = await publish(name, all, facts, { isPromoting, isDryRun, tell: setProgress, signal: abort.signal });
       setOutcome(version);
+      if (isDryRun) return;
       setFiles(null);
       onPublished?.(version);
     } catch (problem) {
@@ -125,7 +137,8 @@ export function Upload({ name: fixedName, onPublished }) {
       onDrop=${async (event) => {
         event.preventDefault();
         setOver(false);
-        take(await dropped(event.dataTransfer));
+        const { files: given, folder } = await dropped(event.dataTransfer);
+        take(given, folder);
       }}>
       <p>Drop a PEFT folder here, or its adapter_config.json and adapter_model.safetensors.</p>
       <label class="button">
@@ -143,22 +156,28 @@ export function Upload({ name: fixedName, onPublished }) {
       html`<label><span>Name of the adapter</span>
         <input required maxlength="128" pattern="[A-Za-z0-9][A-Za-z0-9._\\-]*([\\/:][A-Za-z0-9_][A-Za-z0-9._\\-]*)*" title="letters, digits, dots, dashes and underscores, in parts between slashes or colons" value=${name}
           onInput=${(event) => setName(event.currentTarget.value)} autocomplete="off" spellcheck=${false} /></label>`}
-      <label class="inline"><input type="checkbox" checked=${isPromoting} onChange=${() => setPromoting(!isPromoting)} />
-        <span>Move the alias live to it</span></label>
+      <label><span>Notes</span><textarea rows="2" value=${notes} onInput=${(event) => setNotes(event.currentTarget.value)}></textarea></label>
+      <label><span>Tags, a line of NAME=VALUE each</span><textarea class="mono" rows="2" value=${tags} onInput=${(event) => setTags(event.currentTarget.value)}></textarea></label>
+      <label class="inline"><input type="checkbox" checked=${isDryRun} onChange=${() => setDryRun(!isDryRun)} />
+        <span>Only check it, publish nothing</span></label>
+      <label class="inline"><input type="checkbox" disabled=${isDryRun} checked=${isPromoting} onChange=${() => setPromoting(!isPromoting)} />
+        <span>Set the alias live to this version</span></label>
       ${progress &&
       html`<div class="stack">
         <label><span>${STAGES[progress.stage]} ${progress.stage === "sending" ? `(${bytes(progress.done)} of ${bytes(progress.total)})` : ""}</span>
           <progress max=${progress.total} value=${progress.stage === "verifying" ? undefined : progress.done}></progress></label>
       </div>`}
       <div class="actions">
-        <button type="submit" class="primary" disabled=${progress !== null}>Upload</button>
+        <button type="submit" class="primary" disabled=${progress !== null}>${isDryRun ? "Check" : "Upload"}</button>
         ${progress && html`<button type="button" onClick=${() => ending.current?.abort()}>Stop</button>`}
       </div>
     </form>`}
     <div aria-live="polite">
       ${outcome &&
       html`<div class=${`note ${outcome.state === "quarantined" ? "note-bad" : outcome.warnings.length ? "note-warn" : "note-info"}`}>
-        <p>${outcome.state === "quarantined"
+        <p>${outcome.version === null
+          ? html`<strong>${outcome.name}</strong> can be published: rank ${number(outcome.rank)}, ${bytes(outcome.size_bytes)}${checkOf(outcome, "parity")?.status === "passed" ? ", and its answers are those of the reference" : ""}.`
+          : outcome.state === "quarantined"
           ? html`Published <strong>${outcome.name}@${outcome.version}</strong>, but its certificate failed: it is in quarantine and isn't served.`
           : html`Published <a href=${`#/adapters/${encodeURIComponent(outcome.name)}`}>${outcome.name}@${outcome.version}</a>${checkOf(outcome, "parity")?.status === "passed" ? ", and verified it" : ""}.`}</p>
         ${outcome.warnings.map((warning) => html`<p class="small">Warning: ${warning}.</p>`)}

@@ -41,7 +41,7 @@ export function Overview({ me, tenant }) {
       actions=${html`<${Choice} label="Time shown" value=${minutes} onChange=${setMinutes}
         options=${[[5, "5 min"], [15, "15 min"], [60, "1 h"]]} />`}
     >
-      ${whose}, live. Percentiles are of the last minute; the page keeps the last hour while it is open.
+      ${whose}, live. Percentiles are of the last minute; charts go back an hour, or to the server’s start.
     <//>
     ${state === "away" && html`<${Note} kind="warn">The server can't be reached; these are its last figures.<//>`}
     ${!now.is_ready && html`<${Note} kind="warn">The server isn't ready: ${now.status ?? "the engine is starting"}<//>`}

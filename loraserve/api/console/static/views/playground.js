@@ -15,7 +15,7 @@ const PLACEHOLDER_SCHEMA = JSON.stringify(
 export function Playground({ me, tenant, query }) {
   const loaded = useLoaded(async () => {
     const [base, models] = await Promise.all([api.get("/api/v1/base"), api.get("/v1/models")]);
-    return { base: base.id, names: models.data.map((one) => one.id).filter((id) => id !== base.id) };
+    return { base: base.id, takesMessages: base.has_chat_template, names: models.data.map((one) => one.id).filter((id) => id !== base.id) };
   }, []);
   if (loaded.error) return html`<${Heading} title="Playground" /><${Failure} error=${loaded.error} again=${() => loaded.reload()} />`;
   if (!loaded.value) return html`<${Heading} title="Playground" /><${Loading} what="models" />`;
@@ -25,7 +25,8 @@ export function Playground({ me, tenant, query }) {
 // Requests are what the API takes; the snippets show the same.
 function requestOf(model, settings, turns) {
   const body = { model };
-  if (settings.mode === "chat") body.messages = turns;
+  const system = settings.system.trim();
+  if (settings.mode === "chat") body.messages = system ? [{ role: "system", content: system }, ...turns] : turns;
   else body.prompt = settings.prompt;
   body.max_tokens = settings.maxTokens;
   body.temperature = settings.temperature;
@@ -51,11 +52,12 @@ function checked(settings, models) {
   if (settings.format === "regex" && !settings.regex) throw new Error("Write a regular expression, or choose free text.");
 }
 
-function Bench({ base, names, wanted, whose }) {
+function Bench({ base, takesMessages, names, wanted, whose }) {
   const [chosen, setChosen] = useState(() => [base, ...(wanted ? [wanted] : names.slice(0, 3))]);
   const [sums, setSums] = useState([]);
   const [settings, setSettings] = useState({
-    mode: "completion",
+    mode: takesMessages ? "chat" : "completion",
+    system: "",
     prompt: "",
     maxTokens: 64,
     temperature: 0,
@@ -171,9 +173,12 @@ function Bench({ base, names, wanted, whose }) {
           set({ mode });
           setAnswers([]);
         }} options=${[["completion", "Completion"], ["chat", "Chat"]]} />
+        ${settings.mode === "chat" &&
+        html`<label><span>System message</span>
+          <textarea rows="2" value=${settings.system} placeholder="None" onInput=${(event) => set({ system: event.currentTarget.value })}></textarea></label>`}
         <label>
           <span>${settings.mode === "chat" ? "Message" : "Prompt"}</span>
-          <textarea rows="4" value=${settings.prompt} placeholder="list the tickets with age over 81"
+          <textarea rows="4" value=${settings.prompt} placeholder=${settings.mode === "chat" ? "What is the capital of France?" : "The capital of France is"}
             onInput=${(event) => set({ prompt: event.currentTarget.value })}
             onKeyDown=${(event) => {
               if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) void run();
@@ -190,14 +195,14 @@ function Bench({ base, names, wanted, whose }) {
         <${Models} base=${base} names=${names} chosen=${chosen} setChosen=${setChosen} isFull=${numAdapters >= MAX_ADAPTERS} />
         <${Sums} names=${names} sums=${sums} setSums=${setSums} isFull=${numAdapters >= MAX_ADAPTERS} />
         <div class="fields">
-          <label><span>Most tokens</span>
+          <label><span>Max tokens</span>
             <input type="number" min="1" max="100000" value=${settings.maxTokens}
               onInput=${(event) => set({ maxTokens: Number(event.currentTarget.value) || 1 })} /></label>
           <label><span>Temperature</span>
             <input type="number" min="0" max="2" step="0.1" value=${settings.temperature}
               onInput=${(event) => set({ temperature: Number(event.currentTarget.value) || 0 })} /></label>
         </div>
-        <label><span>Form of the answer</span>
+        <label><span>Response format</span>
           <select value=${settings.format} onChange=${(event) => set({ format: event.currentTarget.value })}>
             <option value="text">free text</option>
             <option value="object">any JSON object</option>

@@ -86,14 +86,14 @@ function EveryTenant() {
   const weights = tenants.reduce((sum, one, index) => sum + (tokens[index] ? one.weight : 0), 0);
   return html`
     <${Heading} title="Tenants" actions=${html`<button type="button" class="primary" onClick=${() => setCreating(true)}>New tenant</button>`}>
-      Limits, keys and usage of the last day. "Had" is a tenant's part of all tokens; "fair" is its weight among the tenants that were active.
+      Limits, keys and usage of the last day. The share of tokens is a tenant's part of all of them; its due is its weight among the tenants that were active.
     <//>
     ${loaded.error && html`<${Failure} error=${loaded.error} again=${() => loaded.reload()} />`}
     ${!loaded.value && !loaded.error && html`<${Loading} what="tenants" />`}
     ${loaded.value && html`<section class="card" aria-label="All tenants">
       ${tenants.length === 0 ? html`<${Empty} title="No tenants">Make one to hand out keys.<//>` : html`
       <div class="scroll" tabindex="0" role="region" aria-label="Tenants"><table>
-        <thead><tr><th scope="col">Tenant</th><th scope="col" class="num">Weight</th><th scope="col" class="num">Requests</th><th scope="col" class="num">Tokens</th><th scope="col">Had and fair</th><th scope="col" class="num">Cost</th></tr></thead>
+        <thead><tr><th scope="col">Tenant</th><th scope="col" class="num">Weight</th><th scope="col" class="num">Requests</th><th scope="col" class="num">Tokens</th><th scope="col">Share of tokens</th><th scope="col" class="num">Cost</th></tr></thead>
         <tbody>${tenants.map((one, index) => {
           const row = usage.get(one.name);
           const had = allTokens ? tokens[index] / allTokens : 0;
@@ -104,8 +104,8 @@ function EveryTenant() {
             <td class="num">${number(row?.num_requests ?? 0)}</td>
             <td class="num">${number(tokens[index])}</td>
             <td>${fair === null ? html`<span class="muted">–</span>` : html`<div class="stack">
-              <${Bar} isThin label=${`Part of ${one.name}`} total=${1} parts=${[{ kind: "decode", name: "had", value: had, text: percent(had) }]} />
-              <span class="small num">${percent(had)} had, ${percent(fair)} fair</span></div>`}</td>
+              <${Bar} isThin label=${`Share of ${one.name}`} total=${1} parts=${[{ kind: "decode", name: "had", value: had, text: percent(had) }]} />
+              <span class="small num">${percent(had)}, due ${percent(fair)}</span></div>`}</td>
             <td class="num">${costOf(row)}</td>
           </tr>`;
         })}</tbody>
