@@ -1,4 +1,4 @@
-"""Measured costs of steps by their number of rows."""
+"""Measured costs of steps: by their number of rows, and of prompt tokens by their context."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ that waited for something else, or whose kernels were made for its number of row
 """
 _MAX_JUMP = 2.0
 """Cap on a measurement by the average before it."""
+_PROMPT_WEIGHT = 0.5
+"""Part of the way to a measurement that the cost without context goes."""
+_PROMPT_DECAY = 0.95
+"""Weight of a measurement beside the next one in the slope, which changes less."""
+_RIDGE_TOKENS = 64.0
+"""Standard deviation of contexts below which they say little of the slope."""
+_MAX_PROMPT_JUMP = 4.0
+"""Cap on a measurement by what was expected: a step may have waited for other work."""
+_MIN_CONSTANT_SHARE = 0.1
+"""Least part of a measurement that is the cost without context."""
 
 
 class StepCosts:
@@ -91,3 +101,54 @@ def _guesses() -> tuple[float, ...]:
 
 
 _GUESSES = _guesses()
+
+
+class PromptCosts:
+    """Estimate seconds per prompt token: a constant, and a slope times its context.
+
+    A token attends to all before it: at the end of a prompt of 2,000 tokens one takes several times
+    what the first ones take. An average would always be some steps behind.
+    """
+
+    def __init__(self) -> None:
+        self._token_s, self._slope_s = 0.0, 0.0
+        # sums of measurements, of which older ones count less
+        self._weight = self._mean_context = self._mean_s = 0.0
+        self._context_squares = self._products = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any is known."""
+        return self._weight > 0
+
+    def of(self, context: float) -> float:
+        """Estimate the seconds of a token that attends to `context` others."""
+        return self._token_s + self._slope_s * context
+
+    def tokens_within(self, seconds: float, context: int) -> float:
+        """Estimate how many tokens after `context` others take these seconds together."""
+        first_s = self.of(context)
+        if self._slope_s <= 0.0:
+            return seconds / first_s
+        # of n tokens the mean context is n / 2 more
+        return ((first_s**2 + 2 * self._slope_s * seconds) ** 0.5 - first_s) / self._slope_s
+
+    def note(self, token_s: float, context: float) -> None:
+        """Note what each token of a step took, on the average.
+
+        Args:
+            context: mean number of tokens before them.
+        """
+        if self.is_measured:
+            token_s = min(token_s, _MAX_PROMPT_JUMP * self.of(context))
+        self._weight = _PROMPT_DECAY * self._weight + 1.0
+        distance = context - self._mean_context
+        self._mean_context += distance / self._weight
+        self._mean_s += (token_s - self._mean_s) / self._weight
+        self._context_squares = _PROMPT_DECAY * self._context_squares + distance * (context - self._mean_context)
+        self._products = _PROMPT_DECAY * self._products + distance * (token_s - self._mean_s)
+        ridge = self._weight * _RIDGE_TOKENS**2
+        self._slope_s = max(0.0, self._products / (self._context_squares + ridge))
+        without_s = max(_MIN_CONSTANT_SHARE * token_s, token_s - self._slope_s * context)
+        before = self._token_s or without_s
+        self._token_s = before + _PROMPT_WEIGHT * (without_s - before)

@@ -267,7 +267,8 @@ class Scheduler:
                 return step.scheduled
         prefilling = self._schedule_decodes(step)
         if prefilling or (self._queue.has_shared and not step.is_out_of_blocks):
-            with step.limited_to(self.prompt_share.tokens(step.num_serving_rows)):
+            context = max((request.num_computed_tokens for request in prefilling), default=0)
+            with step.limited_to(self.prompt_share.tokens(step.num_serving_rows, context)):
                 self._admission.schedule_prompts(step, prefilling)
         if self._speculation is not None and not step.num_prompt_tokens and not step.is_out_of_blocks:
             self._schedule_proposals(step, self._speculation)
