@@ -1,0 +1,61 @@
+"""Simon Willison's `llm`, the command, with models of its extra-openai-models.yaml."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from probe import BASE_URL, JSON_MODEL, KEY, MAX_TOKENS, QUESTION, SCHEMA, TEXT_MODEL, feature, run
+
+FOLDER = Path(tempfile.mkdtemp(prefix="llm-"))
+MODELS = (TEXT_MODEL, JSON_MODEL, "absent")
+(FOLDER / "extra-openai-models.yaml").write_text(
+    "".join(
+        f"- model_id: {name}\n  model_name: {name}\n  api_base: {BASE_URL}\n  supports_schema: true\n"
+        for name in MODELS
+    )
+)
+
+
+def llm(model: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "llm"), "-m", model, "-o", "temperature", "0"]
+    command += ["-o", "max_tokens", str(MAX_TOKENS), *options, QUESTION]
+    environment = {**os.environ, "LLM_USER_PATH": str(FOLDER), "OPENAI_API_KEY": KEY}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@feature
+def chat() -> str:
+    return _checked(llm(TEXT_MODEL, "--no-stream")).strip()
+
+
+@feature
+def stream() -> list[str]:
+    # the command prints pieces as they come, and joins them
+    text = _checked(llm(TEXT_MODEL)).strip()
+    return [text[:1], text[1:]]
+
+
+@feature
+def parse() -> dict[str, Any]:
+    return json.loads(_checked(llm(JSON_MODEL, "--schema", json.dumps(SCHEMA))))
+
+
+@feature
+def unknown_model() -> str:
+    done = llm("absent", "--no-stream")
+    assert done.returncode, done.stdout
+    return done.stderr
+
+
+def _checked(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+run()
