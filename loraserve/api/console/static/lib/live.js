@@ -101,7 +101,8 @@ async function keepFollowing(signal) {
   let samples = [];
   for (let failures = 0; !signal.aborted; failures += 1) {
     try {
-      if (!samples.length) samples = await past(signal);
+      // charts may begin empty: the figures matter more
+      if (!samples.length) samples = await past(signal).catch(() => []);
       const stream = events("GET", `/api/v1/live?interval_s=${INTERVAL_S}`, { signal });
       for await (const { name, data } of stream) {
         if (signal.aborted) return;
