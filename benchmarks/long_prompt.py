@@ -30,7 +30,7 @@ BOUNDS = ("off", "auto")
 NUM_STREAMS = 16
 QUIET_S = 2.0
 BETWEEN_S = 0.5
-"""Seconds between two long prompts."""
+"""Seconds between two long prompts, in which streams are alone."""
 NUM_PROMPTS = 3
 STREAM_PROMPT_TOKENS, STREAM_TOKENS = 64, 900
 BURST = (32, 256, 1)
@@ -45,7 +45,7 @@ class Turn:
     """What one server did.
 
     Attributes:
-        quiet_s: seconds between tokens without a long prompt.
+        quiet_s: seconds between tokens in the pauses before and after long prompts.
         beside_s: while one was read.
         ttft_s: of the long prompts.
         burst_per_s: prompt tokens a second of the burst of prompts.
@@ -60,20 +60,22 @@ class Turn:
     mixed_per_s: float
 
 
-def split(
-    streams: Sequence[Answer], prompts: Sequence[Answer], quiet: tuple[float, float]
-) -> tuple[list[float], list[float]]:
-    """Return the streams' gaps between tokens within the quiet time, and those that meet a prompt.
+def split(streams: Sequence[Answer], prompts: Sequence[Answer]) -> tuple[list[float], list[float]]:
+    """Return the streams' gaps between tokens in the pauses, and those that meet a prompt.
 
-    Args:
-        quiet: when it began and ended.
+    A pause is right before or after a prompt: streams' steps take longer as they grow, so that what
+    they took at their beginning is no measure of what a prompt costs them later.
     """
     times = [
         (before, after)
         for stream in streams
         for before, after in zip(stream.token_times_s, stream.token_times_s[1:], strict=False)
     ]
-    alone = [after - before for before, after in times if quiet[0] <= before and after <= quiet[1]]
+    pauses = [(prompt.sent_s - BETWEEN_S, prompt.sent_s) for prompt in prompts]
+    pauses += [(prompt.token_times_s[-1], prompt.token_times_s[-1] + BETWEEN_S) for prompt in prompts]
+    alone = [
+        after - before for before, after in times if any(began <= before and after <= ended for began, ended in pauses)
+    ]
     beside = [
         after - before
         for before, after in times
@@ -111,9 +113,8 @@ async def measure(options: argparse.Namespace, bound: str, url: str, key: str, v
                 group.create_task(asker.ask(one, into=streams, stop=stop))
             while len(streams) < NUM_STREAMS or not all(len(one.token_times_s) > 8 for one in streams):
                 await asyncio.sleep(0.02)
-            began = time.perf_counter()
             await asyncio.sleep(QUIET_S)
-            quiet, prompts = (began, time.perf_counter()), []
+            prompts = []
             for number in range(NUM_PROMPTS):
                 prompts.append(await asker.ask(Ask(0.0, 0, options.prompt_tokens, 1, seed + 20_000 + number)))
                 await asyncio.sleep(BETWEEN_S)
@@ -121,7 +122,7 @@ async def measure(options: argparse.Namespace, bound: str, url: str, key: str, v
                 raise SystemExit("a stream ended before the prompts were read: it is too short")
             stop.set()
         check(prompts)
-        alone, beside = split(streams, prompts, quiet)
+        alone, beside = split(streams, prompts)
         prompts_s = min([await burst(asker, seed + 30_000 + 1_000 * number, BURST) for number in range(3)])
         mixed_s = min([await burst(asker, seed + 40_000 + 1_000 * number, MIXED) for number in range(3)])
     return Turn(
@@ -182,8 +183,9 @@ def table(turns: Sequence[Turn]) -> str:
 
 def text(options: argparse.Namespace, turns: Sequence[Turn]) -> str:
     return f"""{NUM_STREAMS} streams run while {NUM_PROMPTS} prompts of {options.prompt_tokens} tokens come one after \
-another; base {options.quantize}, without speculation; then {BURST[0]} prompts of {BURST[1]} tokens at once with one \
-token each, and {MIXED[0]} of {MIXED[1]} with {MIXED[2]} each (best of three). {options.rounds} alternating rounds.
+another, with pauses of {BETWEEN_S:g} s, in which the quiet time between tokens is measured; base \
+{options.quantize}, without speculation; then {BURST[0]} prompts of {BURST[1]} tokens at once with one token each, \
+and {MIXED[0]} of {MIXED[1]} with {MIXED[2]} each (best of three). {options.rounds} alternating rounds.
 
 {table(turns)}
 """

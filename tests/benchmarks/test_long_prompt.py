@@ -18,7 +18,7 @@ def answer(sent_s: float, *times_s: float) -> Answer:
 def test_gaps_are_split_by_prompts() -> None:
     stream = answer(0.0, 1.0, 1.5, 2.0, 2.25, 3.25, 4.25, 4.5)
     prompt = answer(2.5, 4.0)
-    assert long_prompt.split([stream], [prompt], (1.0, 2.1)) == ([0.5, 0.5], [1.0, 1.0])
+    assert long_prompt.split([stream], [prompt]) == ([0.25, 0.25], [1.0, 1.0])
 
 
 def test_page_compares_two_settings() -> None:
