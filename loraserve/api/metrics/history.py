@@ -91,6 +91,7 @@ class ActivityHistory:
         # None: all tenants. Instants in seconds since 1970 and points, `_WIDTH` numbers for each
         self._points: dict[TenantId | None, array[float]] = {}
         self._counts: dict[TenantId | None, deque[_Counts]] = {}
+        self._taken_s: float | None = None
         self._task = BackgroundTask(
             "live-history",
             self.take,
@@ -110,6 +111,9 @@ class ActivityHistory:
     async def take(self) -> None:
         """Add a point for now."""
         now, tallies = self._clock(), dict(self._activity.tallies())
+        # a tally that is new has counted since the last points
+        before = now if self._taken_s is None else self._taken_s
+        self._taken_s = now
         for gone in self._points.keys() - tallies.keys():
             del self._points[gone], self._counts[gone]
         for number, (tenant, tally) in enumerate(tallies.items(), start=1):
@@ -118,7 +122,7 @@ class ActivityHistory:
             if not counts or counts[-1].num_ended > tally.num_ended:
                 # dropped, and begun again since
                 counts.clear()
-                counts.append(_Counts(points[-_WIDTH] if points else now, 0, 0, empty_counts(), empty_counts()))
+                counts.append(_Counts(before, 0, 0, empty_counts(), empty_counts()))
             point = self._point(tally, counts, now)
             points.extend((now, *(self._with_memory(point) if tenant is None else point)))
             del points[: -self._max_numbers]

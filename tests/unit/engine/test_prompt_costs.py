@@ -42,7 +42,7 @@ def test_noisy_measurements_give_near_estimates() -> None:
     assert 0.4 < min(ratios) and max(ratios) < 2.5
 
 
-def test_tokens_within_seconds_take_these_seconds() -> None:
+def test_tokens_within_seconds_fill_whole_time() -> None:
     costs = PromptCosts()
     read_prompts(costs, 3)
     for context in (0, 500, 1900):
