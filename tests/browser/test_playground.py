@@ -114,6 +114,7 @@ def long_answer(console: Console) -> None:
     page = console.page
     console.show("playground")
     choose(page, "base (base)")
+    page.get_by_role("button", name="Completion").click()
     page.get_by_label("Response format").select_option("regex")
     page.get_by_role("textbox", name="Regular expression").fill("([a-z]{3} ){90}")
     page.get_by_label("Max tokens").fill("400")

@@ -13,19 +13,18 @@ from typing import Any
 from probe import BASE_URL, JSON_MODEL, KEY, MAX_TOKENS, QUESTION, SCHEMA, TEXT_MODEL, feature, run
 
 FOLDER = Path(tempfile.mkdtemp(prefix="llm-"))
-MODELS = (TEXT_MODEL, JSON_MODEL, "absent")
+FACTS = {"api_base": BASE_URL, "supports_schema": True, "api_key_name": "loraserve"}
+# YAML takes JSON
 (FOLDER / "extra-openai-models.yaml").write_text(
-    "".join(
-        f"- model_id: {name}\n  model_name: {name}\n  api_base: {BASE_URL}\n  supports_schema: true\n"
-        for name in MODELS
-    )
+    json.dumps([{"model_id": name, "model_name": name, **FACTS} for name in (TEXT_MODEL, JSON_MODEL, "absent")])
 )
+(FOLDER / "keys.json").write_text(json.dumps({"loraserve": KEY}))
 
 
 def llm(model: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "llm"), "-m", model, "-o", "temperature", "0"]
     command += ["-o", "max_tokens", str(MAX_TOKENS), *options, QUESTION]
-    environment = {**os.environ, "LLM_USER_PATH": str(FOLDER), "OPENAI_API_KEY": KEY}
+    environment = {**os.environ, "LLM_USER_PATH": str(FOLDER)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
