@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import httpx2
 import pytest
 from server_process import ServerProcess
 
@@ -205,7 +206,12 @@ def test_overview_follows_requests(open_console: Open, server: ServerProcess, ac
     )
 
 
-def test_overview_begins_with_past_figures(open_console: Open, acme: str) -> None:
+def test_overview_begins_with_past_figures(open_console: Open, server: ServerProcess, acme: str) -> None:
+    # the server makes a point every 20 s
+    headers, deadline = {"Authorization": f"Bearer {acme}"}, time.monotonic() + 120
+    while not httpx2.get(f"{server.url}/api/v1/live/history", headers=headers).json()["data"]:
+        assert time.monotonic() < deadline
+        time.sleep(1)
     console = open_console(acme)
     page = console.page
     with page.expect_response(lambda response: response.url.endswith("/api/v1/live/history")) as found:
