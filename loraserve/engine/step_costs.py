@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 
 BOUNDS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -131,7 +132,7 @@ class PromptCosts:
         if self._slope_s <= 0.0:
             return seconds / first_s
         # of n tokens the mean context is n / 2 more
-        return ((first_s**2 + 2 * self._slope_s * seconds) ** 0.5 - first_s) / self._slope_s
+        return (math.sqrt(first_s**2 + 2 * self._slope_s * seconds) - first_s) / self._slope_s
 
     def note(self, token_s: float, context: float) -> None:
         """Note what each token of a step took, on the average.

@@ -139,7 +139,7 @@ class ActivityHistory:
         )
 
     def of(self, tenant: TenantId | None) -> list[tuple[float, HistoryPoint]]:
-        """Return a tenant's instants, in seconds since 1970, and points; with None all requests'."""
+        """Return a tenant's instants (seconds since 1970) and points; with None all requests'."""
         numbers = self._points.get(tenant, array("d"))
         rows = (numbers[at : at + _WIDTH] for at in range(0, len(numbers), _WIDTH))
         return [(row[0], HistoryPoint(*row[1:])) for row in rows]
