@@ -2,6 +2,7 @@
 import { all, api, path } from "../lib/api.js";
 import { Certificate, checkOf } from "../lib/certificate.js";
 import { Compare, isCompared, useTraffic } from "../lib/compare.js";
+import { Evaluation } from "../lib/evaluation.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
@@ -208,6 +209,8 @@ function VersionDialog({ version, root, onClose, onChanged }) {
     ${shown.notes && html`<p>${shown.notes}</p>`}
     <h3>Certificate</h3>
     <${Certificate} version=${shown} />
+    <h3>Evaluation</h3>
+    <${Evaluation} version=${shown} />
     <dl class="facts">
       ${[
         ["Digest", shown.digest.slice(0, 16)],
