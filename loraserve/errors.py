@@ -40,6 +40,8 @@ status.
     │   ├── UploadOffsetMismatch    a piece of an upload doesn't begin where the last one ended
     │   ├── UploadDigestMismatch    an upload's bytes aren't those it was announced with
     │   ├── PreconditionFailed      If-Match named another version
+    │   │   ├── NotEvaluated        a version has no evaluation that can be compared
+    │   │   └── NotBetter           a version isn't better than the one that an alias points to
     │   └── IdempotencyKeyReused    the same Idempotency-Key came with another request
     ├── AdapterRejected             an upload that can't be served; `problems` lists every reason
     │   ├── AdapterFormatError      the files aren't what they claim to be
@@ -271,6 +273,14 @@ class UploadDigestMismatch(Conflict):
 
 class PreconditionFailed(Conflict):
     code = "precondition_failed"
+
+
+class NotEvaluated(PreconditionFailed):
+    code = "not_evaluated"
+
+
+class NotBetter(PreconditionFailed):
+    code = "not_better"
 
 
 class IdempotencyKeyReused(Conflict):

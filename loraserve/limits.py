@@ -257,6 +257,10 @@ class Limits:
     max_notes_bytes: int = 8 * KIB
     max_tags: int = 64
     max_tag_value_length: int = 256
+    max_evaluations_per_version: int = 32
+    """Kept: the oldest make room."""
+    max_evaluation_metrics: int = 32
+    max_evaluation_settings: int = 16
     pin_sync_s: float = 2.0
     """How often a server compares what its engine keeps on the device with what operators have
     pinned, on whichever server.

@@ -26,6 +26,25 @@ def split_version(text: str) -> tuple[str, int | None]:
     return name, int(version)
 
 
+def split_versions(text: str) -> tuple[str, tuple[int, ...]]:
+    """Split ``NAME`` or ``NAME@VERSION,VERSION`` into the name and the versions, none or several.
+
+    Raises:
+        typer.BadParameter: the part after the ``@`` isn't a list of versions' numbers, or has one
+            twice.
+    """
+    name, at, listed = text.partition("@")
+    if not at:
+        return name, ()
+    words = [word.strip() for word in listed.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise typer.BadParameter(f"{text!r} should have versions' numbers after the @, such as {name}@3,4.")
+    numbers = [int(word) for word in words]
+    if len(set(numbers)) != len(numbers):
+        raise typer.BadParameter(f"{text!r} names a version twice.")
+    return name, tuple(numbers)
+
+
 def version_numbers(text: str, what: str) -> dict[int, float]:
     """Parse ``3=90,4=10`` as version → number.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loraserve.cli import audit, bench, operation, ps, run, usage
-from loraserve.cli.adapters import adapter, adapter_alias, adapter_memory
+from loraserve.cli.adapters import adapter, adapter_alias, adapter_eval, adapter_memory
 from loraserve.cli.help import App
 from loraserve.cli.local import backup, cluster, db, demo, doctor, plan, pull, quantize, serve
 from loraserve.cli.local.serve_flags import SettingsCommand
@@ -51,6 +51,7 @@ app.add_typer(demo.app, name="demo")
 app.add_typer(cluster.app, name="cluster")
 adapter_alias.register(adapter.app)
 adapter_memory.register(adapter.app)
+adapter_eval.register(adapter.app)
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(grant.app, name="grant")
 app.add_typer(operation.app, name="operation")

@@ -1,4 +1,4 @@
-"""Adapters, their versions and a version's certificate."""
+"""Adapters, their versions, and a version's certificate and evaluations."""
 
 from __future__ import annotations
 
@@ -78,6 +78,29 @@ class Certificate(Result):
     device: str = ""
 
 
+class Evaluation(Result):
+    """Result of a version's evaluation on a file of data."""
+
+    version: int
+    data_sha256: str
+    """SHA-256 of the file of data: evaluations on the same data can be compared."""
+    data_name: str
+    num_lines: int
+    metrics: dict[str, float]
+    """Values by metric, of which more is better."""
+    base_metrics: dict[str, float]
+    """Values of the base in the same run; empty: it wasn't evaluated."""
+    settings: dict[str, str]
+    """Settings of the run on which its metrics depend, such as ``max_tokens``."""
+    base_digest: str
+    """The base that the server had."""
+    arithmetic: str
+    """Arithmetic of that base's linears."""
+    created_at: datetime
+    created_by: str
+    """Id of the key that sent it."""
+
+
 class ExtraFile(Result):
     """File of a version beside its config and its weights."""
 
@@ -126,6 +149,8 @@ class Version(Result):
     """Format of its reasoning; None: recognized in its template, or the base's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables that it sets for its chat template; those of a request go before them."""
+    evaluation: Evaluation | None = None
+    """Newest of its evaluations; None: it has none."""
 
     _is_unchanged: bool = PrivateAttr(default=False)
 

@@ -328,6 +328,33 @@ class OperatorPin(Base):
     created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
 
 
+class EvaluationRow(Base):
+    """Result of a version's evaluation on a file of data."""
+
+    __tablename__ = "evaluations"
+    __table_args__ = (
+        ForeignKeyConstraint(["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.number"]),
+    )
+
+    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    data_sha256: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
+    """SHA-256 of the file of data."""
+    data_name: Mapped[str] = mapped_column(String(255))
+    num_lines: Mapped[int] = mapped_column(Integer)
+    metrics: Mapped[dict[str, float]] = mapped_column(JSON)
+    """Values by metric, of which more is better."""
+    base_metrics: Mapped[dict[str, float]] = mapped_column(JSON)
+    """Values of the base in the same run."""
+    settings: Mapped[dict[str, str]] = mapped_column(JSON)
+    """Settings of the run on which its metrics depend, such as ``max_tokens``."""
+    base_digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
+    arithmetic: Mapped[str] = mapped_column(String(200))
+    """Arithmetic of the base's linears on the server."""
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
+
+
 class Grant(Base):
     """Permission of another tenant to use an adapter as ``OWNER/NAME``.
 

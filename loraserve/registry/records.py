@@ -26,6 +26,29 @@ MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """Result of a version's evaluation on a file of data."""
+
+    version: int
+    data_sha256: str
+    """SHA-256 of the file of data."""
+    data_name: str
+    num_lines: int
+    metrics: Mapping[str, float]
+    """Values by metric, of which more is better."""
+    base_metrics: Mapping[str, float]
+    """Values of the base in the same run; empty: it wasn't evaluated."""
+    settings: Mapping[str, str]
+    """Settings of the run on which its metrics depend, such as ``max_tokens``."""
+    base_digest: Digest
+    arithmetic: str
+    """Arithmetic of the base's linears on the server."""
+    created_at: datetime
+    created_by: str
+    """Id of the key."""
+
+
+@dataclass(frozen=True, slots=True)
 class VersionRecord:
     """Version of an adapter. Only `aliases`, `state`, `checks` and the metadata change.
 
@@ -58,6 +81,8 @@ class VersionRecord:
     notes: str | None = ""
     """Notes; None: they weren't requested."""
     tags: Mapping[str, str] = field(default_factory=dict)
+    evaluation: EvaluationRecord | None = None
+    """Newest evaluation; None: there is none."""
 
     @property
     def ref(self) -> AdapterRef:

@@ -25,6 +25,7 @@ from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, L
 from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.catalog.aliases import Aliases
 from loraserve.registry.catalog.ephemeral_adapters import EphemeralAdapters, Warm
+from loraserve.registry.catalog.evaluations import Evaluations
 from loraserve.registry.catalog.grants import Grants
 from loraserve.registry.catalog.last_used import LastUsed
 from loraserve.registry.catalog.metadata import MetadataEditor
@@ -73,7 +74,7 @@ class Registry:
     Its parts: `uploads` and `publisher` take in versions, `aliases`, `metadata`, `restorer`,
     `grants` and `pins` manage them; `ephemeral` has versions without a row; `certificates` and
     `certificate_backfill` verify versions, `corruption` and `numeric_failures` quarantine them;
-    `shadow_hours` compares shadows, and `claim` guards the store.
+    `shadow_hours` compares shadows, `evaluations` keeps results, and `claim` guards the store.
 
     Args:
         base: returns the resident base model; may raise `EngineUnavailable` while there is none.
@@ -183,6 +184,7 @@ class Registry:
             database, self.served_base, self.forget, fit=self.stored_fit, certificates=self.certificates, clock=clock
         )
         self.metadata = MetadataEditor(database, self.forget, clock=clock)
+        self.evaluations = Evaluations(database, self.served_base, clock=clock)
         self.restorer = Restorer(
             database,
             store,

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, inspect, select, update
+from sqlalchemy import ColumnElement, Select, and_, delete, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstanceState, defer
 from ulid import ULID
 
-from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
+from loraserve.db.models import Adapter, AdapterVersion, Alias, EvaluationRow, Grant, Tenant
 from loraserve.db.names import is_adapter_name, is_name, name_key
 from loraserve.db.upsert import upsert
 from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
@@ -23,6 +23,7 @@ from loraserve.registry.records import (
     AdapterRecord,
     AliasRecord,
     AliasTarget,
+    EvaluationRecord,
     ShadowPart,
     SplitPart,
     VersionRecord,
@@ -377,15 +378,45 @@ class AdapterRepository:
     # --- records ---
 
     async def version_records(self, adapter: Adapter, rows: Iterable[AdapterVersion]) -> list[VersionRecord]:
-        """Convert the rows to records, each with its aliases."""
+        """Convert the rows to records, each with its aliases and its newest evaluation."""
+        rows = list(rows)
         names: dict[int, list[str]] = {}
         for alias in await self.all_aliases(adapter):
             for version in target_of(alias).versions:
                 names.setdefault(version, []).append(alias.name)
-        return [self._version_record(adapter, row, names.get(row.number, [])) for row in rows]
+        evaluations = await self._newest_evaluations(adapter, [row.number for row in rows])
+        return [
+            self._version_record(adapter, row, names.get(row.number, []), evaluations.get(row.number)) for row in rows
+        ]
 
     async def version_record(self, adapter: Adapter, row: AdapterVersion) -> VersionRecord:
         return (await self.version_records(adapter, [row]))[0]
+
+    async def evaluations(self, adapter: Adapter, number: int) -> Sequence[EvaluationRow]:
+        """List a version's evaluations, `LIMITS.max_evaluations_per_version` at most.
+
+        The newest comes first.
+        """
+        row = EvaluationRow
+        query = select(row).where(row.adapter_id == adapter.id, row.version == number)
+        return (await self._session.scalars(query.order_by(row.created_at.desc(), row.data_sha256.desc()))).all()
+
+    async def _newest_evaluations(self, adapter: Adapter, numbers: Sequence[int]) -> dict[int, EvaluationRecord]:
+        """Find the newest evaluation of each of these versions that has one."""
+        row = EvaluationRow
+        newest = (
+            select(row.version, func.max(row.created_at).label("created_at"))
+            .where(row.adapter_id == adapter.id, row.version.in_(numbers))
+            .group_by(row.version)
+            .subquery()
+        )
+        query = (
+            select(row)
+            .join(newest, and_(row.version == newest.c.version, row.created_at == newest.c.created_at))
+            .where(row.adapter_id == adapter.id)
+            .order_by(row.data_sha256)
+        )
+        return {one.version: evaluation_of(one) for one in await self._session.scalars(query)}
 
     async def adapter_records(self, rows: Iterable[Adapter]) -> list[AdapterRecord]:
         """Convert the rows to records with counts and aliases."""
@@ -448,7 +479,9 @@ class AdapterRepository:
             )
         return AliasRecord(adapter.name, row.name, target_of(row), shadow_of(row), row.revision, row.updated_at)
 
-    def _version_record(self, adapter: Adapter, row: AdapterVersion, aliases: Iterable[str]) -> VersionRecord:
+    def _version_record(
+        self, adapter: Adapter, row: AdapterVersion, aliases: Iterable[str], evaluation: EvaluationRecord | None
+    ) -> VersionRecord:
         return VersionRecord(
             tenant=self.tenant,
             name=adapter.name,
@@ -469,6 +502,7 @@ class AdapterRepository:
             extras=extras_of(row),
             notes=_notes_of(row),
             tags=dict(row.tags),
+            evaluation=evaluation,
         )
 
     def _numbered(self, adapter: Adapter, number: int) -> Select[AdapterVersion]:
@@ -511,6 +545,22 @@ def target_of(row: Alias) -> AliasTarget:
 
 def shadow_of(row: Alias) -> ShadowPart | None:
     return None if row.shadow is None else ShadowPart(row.shadow["version"], row.shadow["share"])
+
+
+def evaluation_of(row: EvaluationRow) -> EvaluationRecord:
+    return EvaluationRecord(
+        version=row.version,
+        data_sha256=row.data_sha256,
+        data_name=row.data_name,
+        num_lines=row.num_lines,
+        metrics=dict(row.metrics),
+        base_metrics=dict(row.base_metrics),
+        settings=dict(row.settings),
+        base_digest=Digest(row.base_digest),
+        arithmetic=row.arithmetic,
+        created_at=row.created_at,
+        created_by=row.created_by,
+    )
 
 
 def _shown(name: str) -> str:

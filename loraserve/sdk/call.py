@@ -49,7 +49,8 @@ class Call(Generic[T]):
         if self.method == "POST":
             # of these each makes another one
             is_making = self.path in ("/v1/files", "/v1/batches")
-            return "Idempotency-Key" in self.headers or (self.path.startswith("/v1/") and not is_making)
+            is_asking = self.path == "/tokenize" or (self.path.startswith("/v1/") and not is_making)
+            return "Idempotency-Key" in self.headers or is_asking
         return self.method == "GET" or (self.method == "PUT" and "If-Match" not in self.headers)
 
 

@@ -299,6 +299,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "PATCH /api/v1/adapters/{name}": {"json": {"notes": "x"}},
     "PATCH /api/v1/adapters/{name}/versions/{number}": {"json": {"notes": "x"}},
     "PUT /api/v1/adapters/{name}/aliases/{alias}": {"json": {"version": 1}},
+    "PUT /api/v1/adapters/{name}/versions/{number}/evaluations/{sha256}": {
+        "json": {"data_name": "{name}.jsonl", "num_lines": 2, "metrics": {"exact_match": 0.5}}
+    },
     "POST /api/v1/uploads": {"json": {"sha256": "{sha256}", "size": 1}},
     "PATCH /api/v1/uploads/{upload_id}": {"content": b"x", "headers": {"content-range": "bytes 0-0/1"}},
     "POST /api/v1/tenants": {"json": {"name": "{tenant}"}},

@@ -16,10 +16,10 @@ from loraserve.api.management import (
     residency,
     server,
     tenants,
-    traffic,
     uploads,
     usage,
 )
+from loraserve.api.management.comparison import evaluations, traffic
 
 router = APIRouter()
 for part in (
@@ -28,6 +28,7 @@ for part in (
     files,
     aliases,
     traffic,
+    evaluations,
     uploads,
     operations,
     residency,

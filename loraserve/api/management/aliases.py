@@ -49,6 +49,8 @@ class AliasChange(Body):
     version: int | None = None
     split: list[SplitBody] | None = Field(default=None, max_length=LIMITS.max_split_versions)
     shadow: ShadowBody | None = None
+    if_better: str | None = Field(default=None, max_length=LIMITS.max_name_length)
+    """Condition and no part of the alias: metric by which the version must be better than now's."""
 
 
 @router.get("", response_model=Page[Alias])
@@ -71,13 +73,21 @@ async def get_alias(name: str, alias: str, request: Request, caller: Caller = De
 async def put_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Move the alias to another version, or split it over several.
 
-    201 if it is new; 412 if it isn't what ``If-Match`` says.
+    201 if it is new; 412 if it isn't what ``If-Match`` says, or if the version isn't better than
+    the present one by the metric ``if_better``: by their evaluations on the same data.
     """
     condition = read_precondition(request)
     body = await read_body(request, AliasChange)
     shadow = None if body.shadow is None else ShadowPart(body.shadow.version, body.shadow.share)
     record, is_new = await services_of(request).registry.aliases.set(
-        caller.tenant, name, alias, _target(body), shadow, actor=caller.key_id, condition=condition
+        caller.tenant,
+        name,
+        alias,
+        _target(body),
+        shadow,
+        actor=caller.key_id,
+        condition=condition,
+        if_better=body.if_better,
     )
     return respond(_rendered(record, status=201 if is_new else 200))
 

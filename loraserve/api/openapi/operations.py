@@ -28,6 +28,7 @@ from loraserve.api.live_adapters.vllm import LoadLoraAdapter, UnloadLoraAdapter
 from loraserve.api.lorax.schemas import GenerateBody
 from loraserve.api.management.admin_keys import AdminKeyCreate, AdminKeyRotation
 from loraserve.api.management.aliases import AliasChange
+from loraserve.api.management.comparison.evaluations import EvaluationBody
 from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
 from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
@@ -137,6 +138,7 @@ BODIES: Mapping[str, Content] = {
     "PATCH /api/v1/adapters/{name}": {JSON: AdapterEdit},
     "PATCH /api/v1/adapters/{name}/versions/{number}": {JSON: VersionEdit},
     "PUT /api/v1/adapters/{name}/aliases/{alias}": {JSON: AliasChange},
+    "PUT /api/v1/adapters/{name}/versions/{number}/evaluations/{sha256}": {JSON: EvaluationBody},
     "POST /api/v1/uploads": {JSON: UploadCreate},
     "PATCH /api/v1/uploads/{upload_id}": {BYTES: _BINARY},
     "POST /api/v1/tenants": {JSON: TenantCreate},
@@ -203,6 +205,7 @@ MORE_STATUSES: Mapping[str, tuple[int, ...]] = {
     "POST /api/v1/adapters/{name}/versions": (200,),
     "POST /api/v1/uploads": (200,),
     "PUT /api/v1/adapters/{name}/aliases/{alias}": (201,),
+    "PUT /api/v1/adapters/{name}/versions/{number}/evaluations/{sha256}": (201,),
     "PUT /api/v1/adapters/{name}/grants/{tenant}": (201,),
     "POST /api/v1/adapters/{name}/versions/{number}/warm": (202,),
     "POST /api/v1/adapters/{name}/versions/{number}/pin": (202,),

@@ -89,6 +89,14 @@ def alias(
         ),
     ] = None,
     if_match: IfMatchOption = None,
+    if_better: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="Fail unless VERSION is better by this metric than the version that the alias points to, on the "
+            "same data: see `adapter eval`.",
+        ),
+    ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
@@ -96,6 +104,8 @@ def alias(
     """Point an alias at a version, or at several by weight; without either, show it."""
     if version is not None and split is not None:
         raise typer.BadParameter("Give either a VERSION or --split, not both.")
+    if if_better is not None and version is None:
+        raise typer.BadParameter("--if-better needs a VERSION: the one that should be better.")
     weights = None if split is None else version_numbers(split, "WEIGHT")
     copies = None if shadow in (None, NONE) else version_numbers(shadow or "", "SHARE")
     if copies is not None and (len(copies) != 1 or max(copies.values()) > 1):
@@ -118,7 +128,9 @@ def alias(
             weights = {one.version: one.weight for one in now.split} if now.split else None
             version = None if weights else now.version
         copy = next(iter(copies.items())) if copies else None
-        moved = client.adapters.set_alias(name, alias, version, split=weights, shadow=copy, if_match=if_match)
+        moved = client.adapters.set_alias(
+            name, alias, version, split=weights, shadow=copy, if_match=if_match, if_better=if_better
+        )
         output.one(moved, ALIAS_DETAILS, name="alias")
         if copies and moved.shadow is None:
             output.note(f"No shadow was set: version {next(iter(copies))} answers every request itself.")

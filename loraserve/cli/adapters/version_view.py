@@ -1,4 +1,4 @@
-"""A version of an adapter as people are shown it, with its certificate."""
+"""A version of an adapter as people are shown it, with its certificate and its evaluation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from loraserve.cli.adapters.evaluation_view import evaluation_details, shown_evaluation
 from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ VERSION_COLUMNS = (
     Column("ALIASES", "aliases"),
     Column("STATE", "state"),
     Column("PARITY", "verdict"),
+    Column("EVALUATION", lambda version: shown_evaluation(version.evaluation)),
     Column("RANK", "rank"),
     Column("SIZE", lambda version: size(version.size_bytes)),
     Column("MODULES", "target_modules"),
@@ -70,14 +72,14 @@ CERTIFICATE_DETAILS = (
 
 
 def _details(version: Version) -> list[Column]:
-    """Build the lines that describe a version, with its certificate's numbers if it has one."""
-    certificate = version.certificate
-    if certificate is None:
-        return list(VERSION_DETAILS)
-    shown = [(column.title, column.of(certificate)) for column in CERTIFICATE_DETAILS]
+    """Build the lines that describe a version, its certificate and its evaluation."""
+    certificate, evaluation = version.certificate, version.evaluation
+    certified = [] if certificate is None else [(one.title, one.of(certificate)) for one in CERTIFICATE_DETAILS]
+    evaluated = [] if evaluation is None else evaluation_details(evaluation)
     return [
         *VERSION_DETAILS,
-        *(Column(f"  {title}", _fixed(found)) for title, found in shown if found != "-"),
+        *(Column(f"  {title}", _fixed(found)) for title, found in certified if found != "-"),
+        *(Column(title, _fixed(found)) for title, found in evaluated),
     ]
 
 

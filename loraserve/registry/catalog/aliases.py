@@ -15,15 +15,16 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, Alias
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database
-from loraserve.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed, VersionNotFound
+from loraserve.errors import Conflict, InvalidRequest, NotEvaluated, NotFound, PreconditionFailed, VersionNotFound
 from loraserve.limits import LIMITS
+from loraserve.registry.catalog.evaluations import check_better
 from loraserve.registry.changes import move_alias, record_change
 from loraserve.registry.health.certificates import Certificates
 from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.health.stored_fit import StoredFit
 from loraserve.registry.model_name import check_alias_name
 from loraserve.registry.records import NO_CONDITION, QUARANTINED, AliasRecord, AliasTarget, Precondition, ShadowPart
-from loraserve.registry.repository import AdapterRepository, shadow_of
+from loraserve.registry.repository import AdapterRepository, shadow_of, target_of
 from loraserve.registry.served_base import ServedBase
 from loraserve.types import TenantId
 
@@ -96,23 +97,35 @@ class Aliases:
         *,
         actor: str,
         condition: Precondition = NO_CONDITION,
+        if_better: str | None = None,
     ) -> tuple[AliasRecord, bool]:
         """Point `alias` to `target`, with that shadow or none, if `condition` holds.
 
         Return it, and whether it is new. The shadow is dropped if it is the only version that
         answers.
 
+        Args:
+            if_better: metric by which the target must be better than each version that answers now
+                (`evaluations.check_better`); None: no such condition.
+
         Raises:
-            InvalidRequest: the name or the share isn't valid, or there are
-                `LIMITS.max_aliases_per_adapter` already.
+            InvalidRequest: the name or the share isn't valid, there are
+                `LIMITS.max_aliases_per_adapter` already, or `if_better` is for a split.
             AdapterNotFound, VersionNotFound
             AdapterQuarantined, AdapterOfAnotherBase: requests for the alias would be refused.
             AdapterRejected: a version never fits this server's device.
             AdapterUncertified: the server is strict, and the certificate of a version that would
                 answer isn't passed.
             PreconditionFailed: the condition doesn't hold; nothing was changed.
+            NotEvaluated, NotBetter: `if_better` doesn't hold; nothing was changed.
         """
         check_alias_name(alias)
+        if if_better is not None and target.split:
+            raise InvalidRequest(
+                "if_better is for a single version, and not for a split.",
+                param="if_better",
+                hint="Send version in place of split, or leave out if_better.",
+            )
         if shadow is not None and not 0 < shadow.share <= 1:
             raise InvalidRequest("A shadow's share should be above 0 and at most 1.", param="shadow.share")
         now = self._clock()
@@ -124,6 +137,8 @@ class Aliases:
             found = await repository.alias(adapter, alias)
             _check_condition(condition, found, f"{name}@{alias}")
             await self._check_servable(repository, adapter, target, shadow)
+            if if_better is not None:
+                await _check_better(repository, adapter, alias, found, target.version, if_better)
             if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
                 raise InvalidRequest(
                     f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the maximum.",
@@ -288,6 +303,26 @@ class Aliases:
             if row.number in target.versions:
                 # a shadow answers no client
                 self._certificates.check_promotion(adapter.name, row.number, row.checks)
+
+
+async def _check_better(
+    repository: AdapterRepository, adapter: Adapter, alias: str, found: Alias | None, number: int, metric: str
+) -> None:
+    """Check that the version is better than those to which the alias points.
+
+    It may point to the version alone already, so that a repeated move isn't refused.
+
+    Raises:
+        NotEvaluated: there is no such alias, or no evaluation that can be compared.
+        InvalidRequest, NotBetter: as `check_better`.
+    """
+    if found is None:
+        raise NotEvaluated(
+            f"{adapter.name}@{alias} doesn't exist: there is no version to compare with.",
+            hint="To create the alias, leave out the condition.",
+        )
+    current = [version for version in target_of(found).versions if version != number]
+    await check_better(repository, adapter, alias, current, number, metric)
 
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:

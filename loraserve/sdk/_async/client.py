@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from loraserve import errors
+from loraserve.contract.completion import Tokens
 from loraserve.contract.residency import AdapterResidency, Memory, ResidencyPage
 from loraserve.contract.server import AuditEntry, Base, Limits
 from loraserve.sdk._async.adapters import AsyncAdapters
 from loraserve.sdk._async.batches import AsyncBatches, AsyncFiles
+from loraserve.sdk._async.evaluations import AsyncEvaluations
 from loraserve.sdk._async.inference import AsyncChat, AsyncCompletions, AsyncModels
 from loraserve.sdk._async.operations import AsyncOperations
 from loraserve.sdk._async.paging import all_rows
@@ -21,7 +23,7 @@ from loraserve.sdk._async.responses import AsyncResponses
 from loraserve.sdk._async.tenancy import AsyncAdminKeys, AsyncGrants, AsyncKeys, AsyncTenants
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk._async.usage import AsyncUsage
-from loraserve.sdk.call import Call, read_into
+from loraserve.sdk.call import Call, encode, read_into
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.retry import OnWait
 
@@ -62,6 +64,7 @@ class AsyncClient:
         self._config = ClientConfig.resolve(base_url, api_key, tenant, timeout, max_retries, on_wait)
         self._transport = AsyncTransport(self._config, http_client)
         self.adapters = AsyncAdapters(self._transport)
+        self.evaluations = AsyncEvaluations(self._transport)
         self.completions = AsyncCompletions(self._transport)
         self.chat = AsyncChat(self._transport)
         self.responses = AsyncResponses(self._transport)
@@ -112,6 +115,16 @@ class AsyncClient:
     async def limits(self) -> Limits:
         """Return every bound of the server."""
         return await self._transport.send(Call("GET", "/api/v1/limits", read_into(Limits)))
+
+    async def tokenize(self, prompt: str, *, model: str | None = None, add_special_tokens: bool = True) -> Tokens:
+        """Return the tokens of a text, as the model's tokenizer reads it.
+
+        Args:
+            model: an adapter, whose version may have tokens of its own; None: the base.
+            add_special_tokens: add those that begin a prompt.
+        """
+        body = encode({"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens})
+        return await self._transport.send(Call("POST", "/tokenize", read_into(Tokens), body=body))
 
     async def metrics(self) -> str:
         """Return the server's counters and gauges, in Prometheus' text format."""

@@ -275,6 +275,7 @@ class Adapters:
         split: Mapping[int, float] | None = None,
         shadow: tuple[int, float] | None = None,
         if_match: str | None = None,
+        if_better: str | None = None,
     ) -> Alias:
         """Point `alias` at `version`, or split its traffic.
 
@@ -285,10 +286,13 @@ class Adapters:
                 compare the answers; None: no copies.
             if_match: the ETag that the alias was read with (`Alias.etag`): move it only if it
                 hasn't changed since.
+            if_better: a metric: move it only if the version's `client.evaluations` are better by it
+                than those of the version that it points to, on the same data.
 
         Raises:
             InvalidRequest: neither a version nor a split is given, or both are.
             PreconditionFailed: it has changed since.
+            NotEvaluated, NotBetter: there is nothing to compare, or the version isn't better.
         """
         if (version is None) == (split is None):
             raise errors.InvalidRequest(
@@ -299,6 +303,8 @@ class Adapters:
             body["split"] = [{"version": number, "weight": weight} for number, weight in split.items()]
         if shadow is not None:
             body["shadow"] = {"version": shadow[0], "share": shadow[1]}
+        if if_better is not None:
+            body["if_better"] = if_better
         headers = if_match_header(if_match)
         return self._transport.send(
             Call("PUT", _alias_path(name, alias), read_into(Alias), headers=headers, body=encode(body))

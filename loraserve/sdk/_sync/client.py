@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from loraserve import errors
+from loraserve.contract.completion import Tokens
 from loraserve.contract.residency import AdapterResidency, Memory, ResidencyPage
 from loraserve.contract.server import AuditEntry, Base, Limits
 from loraserve.sdk._sync.adapters import Adapters
 from loraserve.sdk._sync.batches import Batches, Files
+from loraserve.sdk._sync.evaluations import Evaluations
 from loraserve.sdk._sync.inference import Chat, Completions, Models
 from loraserve.sdk._sync.operations import Operations
 from loraserve.sdk._sync.paging import all_rows
@@ -22,7 +24,7 @@ from loraserve.sdk._sync.responses import Responses
 from loraserve.sdk._sync.tenancy import AdminKeys, Grants, Keys, Tenants
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk._sync.usage import Usage
-from loraserve.sdk.call import Call, read_into
+from loraserve.sdk.call import Call, encode, read_into
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.retry import OnWait
 
@@ -63,6 +65,7 @@ class Client:
         self._config = ClientConfig.resolve(base_url, api_key, tenant, timeout, max_retries, on_wait)
         self._transport = Transport(self._config, http_client)
         self.adapters = Adapters(self._transport)
+        self.evaluations = Evaluations(self._transport)
         self.completions = Completions(self._transport)
         self.chat = Chat(self._transport)
         self.responses = Responses(self._transport)
@@ -113,6 +116,16 @@ class Client:
     def limits(self) -> Limits:
         """Return every bound of the server."""
         return self._transport.send(Call("GET", "/api/v1/limits", read_into(Limits)))
+
+    def tokenize(self, prompt: str, *, model: str | None = None, add_special_tokens: bool = True) -> Tokens:
+        """Return the tokens of a text, as the model's tokenizer reads it.
+
+        Args:
+            model: an adapter, whose version may have tokens of its own; None: the base.
+            add_special_tokens: add those that begin a prompt.
+        """
+        body = encode({"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens})
+        return self._transport.send(Call("POST", "/tokenize", read_into(Tokens), body=body))
 
     def metrics(self) -> str:
         """Return the server's counters and gauges, in Prometheus' text format."""

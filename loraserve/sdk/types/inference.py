@@ -16,6 +16,7 @@ from loraserve.contract.completion import Completion as Completion
 from loraserve.contract.completion import CompletionChoice as CompletionChoice
 from loraserve.contract.completion import CompletionLogprobs as CompletionLogprobs
 from loraserve.contract.completion import PromptLogprob as PromptLogprob
+from loraserve.contract.completion import Tokens as Tokens
 from loraserve.contract.server import Model as Model
 from loraserve.contract.server import ModelList as ModelList
 from loraserve.contract.usage import PromptTokensDetails as PromptTokensDetails

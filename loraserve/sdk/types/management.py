@@ -5,6 +5,7 @@ from __future__ import annotations
 from loraserve.contract.adapter import Action as Action
 from loraserve.contract.adapter import Adapter as Adapter
 from loraserve.contract.adapter import Certificate as Certificate
+from loraserve.contract.adapter import Evaluation as Evaluation
 from loraserve.contract.adapter import ExtraFile as ExtraFile
 from loraserve.contract.adapter import Share as Share
 from loraserve.contract.adapter import Version as Version

@@ -77,6 +77,8 @@ async def world(
     await call("DELETE", "/adapters/acmeold", acme)
     aim = {"version": 1, "shadow": {"version": 2, "share": 0.5}}
     await call("PUT", "/adapters/acmesql/aliases/acmecan", acme, json=aim)
+    measured = {"data_name": "acme.jsonl", "num_lines": 2, "metrics": {"exact_match": 0.5}}
+    await call("PUT", f"/adapters/acmesql/versions/1/evaluations/{'a' * 64}", acme, json=measured)
     await call("PUT", "/adapters/acmesql/grants/hooli", acme)
     _, weights = make_upload(3)
     sha256 = hashlib.sha256(weights).hexdigest()

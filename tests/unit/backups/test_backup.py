@@ -39,6 +39,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import all_referenced
+from loraserve.registry.catalog.evaluations import MeasuredEvaluation
 from loraserve.registry.model_name import Term, parse_model
 from loraserve.registry.records import AliasTarget
 from loraserve.registry.storage_gc.collector import LEASE, Collector
@@ -74,6 +75,8 @@ async def fill(site: Site, publish: Any) -> tuple[Any, Any]:
     await publish(site, globex, "french", 7)
     await site.registry.delete_version(acme, "sql", 1, actor="test")
     await site.authenticator.keys.create(acme, name="ci", actor="test")
+    measured = MeasuredEvaluation("a" * 64, "data.jsonl", 2, {"exact_match": 0.5}, {}, {"max_tokens": "8"})
+    await site.registry.evaluations.put(acme, "sql", 3, measured, actor="test")
     return acme, globex
 
 
@@ -95,6 +98,9 @@ async def test_restored_registry_equals_backup(
     binding = await other.registry.bind(acme, [Term(parse_model("sql", "base"))], sticky=None)
     assert binding.adapter.version == 3
     store.read(binding.adapter.weights_blob)
+    evaluation = (await other.registry.get_version(acme, "sql", 3)).evaluation
+    assert evaluation is not None
+    assert (evaluation.metrics, evaluation.settings) == ({"exact_match": 0.5}, {"max_tokens": "8"})
     assert (await other.authenticator.authenticate(key.secret)).tenant == acme
     # its numbers go on, its deleted version can be restored, and it says where it came from
     assert (await publish(other, acme, "sql", 20)).version.version == 4

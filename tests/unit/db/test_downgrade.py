@@ -36,7 +36,7 @@ async def run(url: str, *statements: str) -> Any:
 
 async def test_every_downgrade_and_upgrade_keeps_rows(database_url: str, subtests: Any) -> None:
     await run(database_url, TENANT, ADAPTER, VERSION)
-    for revision in ("0015", "0014", "0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
+    for revision in ("0017", "0015", "0014", "0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
         with subtests.test(revision):
             assert await migrate.downgrade(database_url, revision) == revision
             assert await migrate.current(database_url) == revision
@@ -109,6 +109,18 @@ async def test_tokenizers_are_lost_only_with_discard(database_url: str) -> None:
     assert row.tokenizer_blob is None
 
 
+async def test_evaluations_are_lost_only_with_discard(database_url: str) -> None:
+    evaluation = """INSERT INTO evaluations (adapter_id, version, data_sha256, data_name, num_lines, metrics,
+ base_metrics, settings, base_digest, arithmetic, created_at, created_by)
+ VALUES ('a1', 1, 'd', 'x', 1, '{}', '{}', '{}', 'b', '', '2026-01-01 00:00:00', 'x')"""
+    await run(database_url, TENANT, ADAPTER, VERSION, evaluation)
+    with pytest.raises(Conflict, match="lose 1 rows: evaluations of versions"):
+        await migrate.downgrade(database_url, "0017")
+    await migrate.downgrade(database_url, "0017", is_loss_accepted=True)
+    await migrate.upgrade(database_url)
+    assert await run(database_url, "SELECT version FROM evaluations") == []
+
+
 async def test_earlier_names_become_own_keys(database_url: str) -> None:
     await run(database_url, TENANT, ADAPTER, VERSION)
     await migrate.downgrade(database_url, "0015")
@@ -135,7 +147,7 @@ async def test_database_refuses_same_name_in_different_case(database_url: str) -
         await run(database_url, TENANT, ADAPTER, again)
 
 
-@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0017", "x'; --"])
+@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0018", "x'; --"])
 async def test_impossible_downgrade_changes_no_tables(database_url: str, revision: str) -> None:
     if revision == migrate.head():
         assert await migrate.downgrade(database_url, revision) == revision

@@ -1,5 +1,6 @@
 // The versions of an alias side by side: those of its split, and its shadow.
 import { all, api, path } from "./api.js";
+import { evaluationOf } from "./evaluation.js";
 import { number, percent, seconds } from "./format.js";
 import { html } from "./html.js";
 import { Chip, Failure, Loading, useLoaded } from "./ui.js";
@@ -111,6 +112,8 @@ export function Compare({ alias, versions, root, loaded }) {
           <tr><th scope="row">Prompt tokens</th>${count("prompt_tokens")}</tr>
           <tr><th scope="row">Tokens</th>${count("completion_tokens")}</tr>
           <tr><th scope="row">Certificate</th>${columns.map((column) => html`<${Value} text=${certificateOf(column.of)} />`)}</tr>
+          ${columns.some((column) => column.of?.evaluation) && html`
+            <tr><th scope="row">Evaluation</th>${columns.map((column) => html`<${Value} text=${evaluationOf(column.of)} />`)}</tr>`}
           ${alias.shadow && html`
             <tr><th scope="row">Equal answers</th>${agreements.map((one) => html`<${Value} text=${one ? percent(one.equal, 1) : ""} />`)}</tr>
             <tr><th scope="row">Tokens before the first that differs</th>${agreements.map((one) => html`<${Value} text=${one ? percent(one.tokens, 1) : ""} />`)}</tr>`}

@@ -2,6 +2,7 @@
 import { all, api, path } from "../lib/api.js";
 import { Certificate, checkOf } from "../lib/certificate.js";
 import { Compare, isCompared, useTraffic } from "../lib/compare.js";
+import { Evaluation } from "../lib/evaluation.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
 import { tagsOf } from "../lib/tags.js";
@@ -218,6 +219,8 @@ function VersionDialog({ version, root, onClose, onChanged }) {
     ${shown.notes && html`<p>${shown.notes}</p>`}
     <h3>Certificate</h3>
     <${Certificate} version=${shown} />
+    <h3>Evaluation</h3>
+    <${Evaluation} version=${shown} />
     <dl class="facts">
       ${[
         ["Digest", shown.digest.slice(0, 16)],

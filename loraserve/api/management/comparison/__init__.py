@@ -1,0 +1,1 @@
+"""Routes by which versions are compared: requests that they answered, and evaluations."""
