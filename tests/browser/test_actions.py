@@ -170,6 +170,14 @@ def test_canary_and_shadow_are_compared_side_by_side(
         for user in map(str, range(24)):
             client.completions.create(model="compared", prompt="list the tickets", max_tokens=6, user=user)
         wanted = {row.version: row for row in client.adapters.traffic("compared").data if row.role == "answer"}
+        found = {"exact_match": 0.75, "log_likelihood": -1.23456}
+        client.evaluations.put(
+            *("compared", 2, "a" * 64),
+            data_name="held-out.jsonl",
+            num_lines=40,
+            metrics=found,
+            base_metrics={"exact_match": 0.1},
+        )
     assert sum(row.num_requests for row in wanted.values()) == 24
     console = open_console(acme)
     page = console.page
@@ -191,11 +199,24 @@ def test_canary_and_shadow_are_compared_side_by_side(
     assert row("Failed")[:2] == ["0 (0.0 %)"] * 2
     assert all(text.endswith("s") for text in row("First token, p50") + row("Per token, p95"))
     assert all(text.startswith("passed") for text in row("Certificate"))
+    assert row("Evaluation") == ["–", "exact match 75.0 %", "–"]
     page.wait_for_function(
         "() => document.querySelector('.compare tbody tr:last-child td:last-child').textContent.endsWith('%')"
     )
     assert (row("Equal answers")[:2], row("Equal answers")[2][-1]) == (["", ""], "%")
     assert console.violations() == []
+    page.get_by_role("button", name="Certificate of version 2").click()
+    console.dialog().get_by_text("lines of held-out.jsonl").wait_for()
+    cells = console.dialog().locator("tbody tr").all_inner_texts()
+    assert [cell.split("\t") for cell in cells] == [
+        ["exact match", "75.0 %", "10.0 %"],
+        ["log likelihood", "-1.235", "–"],
+    ]
+    assert console.violations() == []
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Certificate of version 1").click()
+    console.dialog().get_by_text("loraserve adapter eval compared@1").wait_for()
+    page.keyboard.press("Escape")
     page.get_by_role("button", name="Roll back live").click()
     console.dialog().get_by_role("button", name="Roll back").click()
     page.get_by_text("version 1: 100 %").wait_for()

@@ -287,7 +287,7 @@ def test_named_metrics_alone_are_computed_and_unkept(here: Run, client: Client, 
     assert done.code == 0
     assert [list(one["metrics"]) for one in done.json["models"]] == [["accuracy"]] * 2
     assert done.json["settings"] == {"max_tokens": "4", "stop": '["zzz"]'}
-    assert "4 answers of partly@1 were cut at 4 tokens" in done.stderr
+    assert "partly@1: 4 of 4 answers were cut at 4 tokens." in done.stderr
     assert list(client.evaluations.list("partly", 1)) == []
     for words in (("--metric", "bleu"), ("--metric", "json_match"), ("--stop", "")):
         assert here("adapter", "eval", "partly@1", data, *words).code == 2

@@ -183,7 +183,8 @@ def _show(output: Output, plan: EvaluationPlan, outcomes: list[ModelOutcomes], n
     for one in outcomes:
         if one.num_cut and set(plan.metrics) != {LOG_LIKELIHOOD}:
             output.note(
-                f"{one.num_cut} answers of {one.model} were cut at {plan.max_tokens} tokens: --max-tokens allows more."
+                f"{one.model}: {one.num_cut} of {len(one.lines)} answers were cut at {plan.max_tokens} tokens. "
+                "Allow more: --max-tokens"
             )
 
 

@@ -207,7 +207,7 @@ async def check_better(
             mine, theirs, record = (lower or values)[0]
             raise NotBetter(
                 f"{adapter.name}@{number} isn't better than {adapter.name}@{other}, to which {alias} points: {metric} "
-                f"on {_shown(record)} is {mine:.6g}, of version {other} {theirs:.6g}. The alias wasn't moved.",
+                f"on {_shown(record)} is {mine:.6g}, and {theirs:.6g} for version {other}. The alias wasn't moved.",
                 hint="To move it all the same, leave out the condition.",
             )
 

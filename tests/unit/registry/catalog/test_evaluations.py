@@ -212,7 +212,7 @@ async def test_alias_moves_only_to_better_version(keep: Keep, registry: Registry
     assert await promote(registry, acme, 3) == 3
     # a repeated move isn't refused
     assert await promote(registry, acme, 3) == 3
-    with pytest.raises(NotBetter, match=r"is 0\.5, of version 3 0\.75"):
+    with pytest.raises(NotBetter, match=r"is 0\.5, and 0\.75 for version 3"):
         await promote(registry, acme, 1)
     assert (await registry.aliases.get(acme, "sql", "live")).version == 3
 
