@@ -23,6 +23,7 @@ from loraserve.api import (
     lorax,
     management,
     monitoring,
+    ollama,
     openai,
     openapi,
     scopes,
@@ -97,6 +98,7 @@ def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, 
         router.include_router(openai.router, prefix=prefix)
         router.include_router(anthropic.router, prefix=f"{prefix}/v1")
         router.include_router(lorax.router, prefix=prefix)
+        router.include_router(ollama.router, prefix=f"{prefix}/api")
         router.include_router(live_adapters.router, prefix=prefix)
     for part in (management.router, comparison.router):
         router.include_router(part, prefix=errors.MANAGEMENT_PREFIX)

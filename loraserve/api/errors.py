@@ -80,6 +80,7 @@ _MESSAGES_TYPES = {
 }
 _MESSAGES_PATH = re.compile(r"(/t/[^/]+)?/v1/messages(/.*)?")
 _GENERATE_PATH = re.compile(r"(/t/[^/]+)?/(generate|generate_stream)?")
+_OLLAMA_PATH = re.compile(r"(/t/[^/]+)?/api/(?!v1(/|$)).*")
 
 # A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise
 # repeat every 409 and 5xx.
@@ -153,6 +154,13 @@ def messages_envelope(error: LoraserveError, request_id: str | None) -> dict[str
     return {"type": "error", "error": detail, "request_id": request_id}
 
 
+def ollama_envelope(error: LoraserveError) -> dict[str, Any]:
+    """Build ``{"error", …}`` as Ollama's clients read it. `code` and `param` are this server's."""
+    param = getattr(error, "param", None)
+    param = param or "model" if isinstance(error, errors.ModelNotFound) else param
+    return {"error": str(error), "code": error.code, "param": param}
+
+
 def is_messages_path(path: str) -> bool:
     """Check whether Anthropic's clients call the route."""
     return _MESSAGES_PATH.fullmatch(path) is not None
@@ -207,14 +215,16 @@ def error_response(
 ) -> Response:
     """Build the response for `error`.
 
-    It is problem+json under /api/v1, LoRAX's and Anthropic's forms on their routes, and OpenAI's
-    envelope elsewhere.
+    It is problem+json under /api/v1, LoRAX's, Anthropic's and Ollama's forms on their routes, and
+    OpenAI's envelope elsewhere.
     """
     is_management = path == MANAGEMENT_PREFIX or path.startswith(MANAGEMENT_PREFIX + "/")
     if is_management:
         body = problem(error, request_id)
     elif is_messages_path(path):
         body = messages_envelope(error, request_id)
+    elif _OLLAMA_PATH.fullmatch(path):
+        body = ollama_envelope(error)
     else:
         body = generate_envelope(error) if _GENERATE_PATH.fullmatch(path) else openai_envelope(error)
     media_type = "application/problem+json" if is_management else "application/json"

@@ -81,6 +81,13 @@ async def post_ping(request: Request) -> JSONResponse:
     return await readyz(request)
 
 
+@router.head("/", include_in_schema=False)
+@scopes.open
+async def probe() -> Response:
+    """Answer Ollama's clients that ask whether a server is there."""
+    return Response()
+
+
 @router.get("/version", dependencies=[Depends(scopes.require(scopes.INFERENCE))])
 async def version() -> ServerVersion:
     """Return the server's version, in vLLM's form."""

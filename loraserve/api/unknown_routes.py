@@ -15,6 +15,20 @@ from loraserve.errors import MethodNotAllowed, NotFound
 _TENANT_PREFIX = "/t/{tenant}"
 _TENANT_PATH = re.compile(r"/t/[^/]+(?=/|$)")
 _ADAPTERS = "/api/v1/adapters/"
+_MANAGEMENT = "/api/v1/"
+_OF_OLLAMA = re.compile(r"(?:/t/[^/]+)?/api/(blobs|copy|create|delete|pull|push)(?:/.*)?")
+_PUBLISHED = "Publish an adapter with: loraserve adapter push DIR --name NAME (or POST /api/v1/adapters/NAME/versions)."
+_CURES = {
+    "blobs": _PUBLISHED,
+    "copy": "Give a version an alias with: loraserve adapter alias NAME ALIAS VERSION "
+    "(or PUT /api/v1/adapters/NAME/aliases/ALIAS).",
+    "create": _PUBLISHED,
+    "delete": "Delete an adapter with: loraserve adapter delete NAME (or DELETE /api/v1/adapters/NAME).",
+    "pull": f"{_PUBLISHED} The base is chosen when the server starts.",
+    "push": "Download an adapter's files with: loraserve adapter pull NAME DIR "
+    "(or GET /api/v1/adapters/NAME/versions/N/files/FILE).",
+}
+"""Ollama's routes that change models, and what does so here."""
 _MAX_COMPARED = 64
 """Characters of a path that are compared with routes: more would take longer, and show no more."""
 _MAX_SHOWN = 128
@@ -34,11 +48,16 @@ class RouteTable:
 
     def not_found(self, method: str, path: str) -> NotFound:
         """Build the error of a path that no route has."""
+        if (ollamas := _OF_OLLAMA.fullmatch(path)) is not None:
+            return NotFound(
+                f"There is no route {method} {_shown(path)}: models aren't changed by Ollama's API here.",
+                hint=_CURES[ollamas[1]],
+            )
         nearest = self._nearest(path)
         hint = "GET /api/v1/openapi.json lists all routes."
         if nearest is not None:
             methods = {method} if method in self._methods[nearest] else self._methods[nearest]
-            prefix = _TENANT_PREFIX if _TENANT_PATH.match(path) and not nearest.startswith("/api/") else ""
+            prefix = _TENANT_PREFIX if _TENANT_PATH.match(path) and not nearest.startswith(_MANAGEMENT) else ""
             hint = f"Did you mean {_listed(methods)} {prefix}{nearest}? {hint}"
         if path.startswith(_ADAPTERS):
             hint = f"In a path, a slash of an adapter's name is %2F. {hint}"

@@ -27,6 +27,8 @@ BASE_FALLBACK = "base"
 """Fallback that means the base."""
 RESERVED_ALIASES = frozenset({BASE_FALLBACK, "latest", "none", "null"})
 """Names that could be mistaken for something else than an alias."""
+LATEST_TAG = ":latest"
+"""End of names at Ollama's clients, which mean the name without it."""
 MAX_VERSION = (1 << 31) - 1
 """Maximum of the database column."""
 MAX_WEIGHT_LENGTH = 24

@@ -240,6 +240,8 @@ class ServableAdapter:
     version: int
     """Version; with a split, the one with the largest weight."""
     digest: Digest
+    size_bytes: int
+    """Bytes of its files."""
 
     @property
     def model(self) -> str:

@@ -111,6 +111,7 @@ class RouteRepository:
                 created_at=row.created_at,
                 version=row.number,
                 digest=Digest(row.digest),
+                size_bytes=row.size_bytes,
             )
             for row, is_own in found
         ]
@@ -201,7 +202,7 @@ _OWN = _route().where(Adapter.tenant_id == bindparam("tenant"))
 _GRANTED = _route().where(_is_granted())
 
 
-def _live(base: Digest) -> Select[str, str, datetime, int, str]:
+def _live(base: Digest) -> Select[str, str, datetime, int, str, int]:
     """Build a query of every adapter that a bare name reaches on this base."""
     columns = select(
         Tenant.name.label("tenant"),
@@ -209,6 +210,7 @@ def _live(base: Digest) -> Select[str, str, datetime, int, str]:
         Adapter.created_at,
         AdapterVersion.number,
         AdapterVersion.digest,
+        AdapterVersion.size_bytes,
     )
     return (
         columns.select_from(Adapter)

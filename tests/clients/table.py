@@ -82,6 +82,7 @@ _AGENTS = "chat stream call agent stream_agent parse stream_parse unknown_model"
 _VERCEL = f"{_ALL} agent stream_agent".replace("logprobs ", "")
 _RESPONSES = "chat stream call stream_call result parse stream_parse unknown_model"
 _MESSAGES = "models chat stream call stream_call result parse count_tokens unknown_model"
+_OLLAMA = "chat stream result parse stream_parse embeddings completion unknown_model"
 _VERCEL_RESPONSES = f"{_RESPONSES} agent stream_agent"
 ROWS = (
     Row("openai (Python)", "openai2", "openai", "openai_python.py", f"models {_ALL} batch"),
@@ -159,6 +160,8 @@ ROWS = (
     Row("openai-agents", "openai3", "openai-agents", "openai_agents.py", _AGENTS),
     Row("anthropic (Python)", "openai3", "anthropic", "anthropic_python.py", f"{_MESSAGES} agent"),
     Row("anthropic (Node)", "node", "@anthropic-ai/sdk", "anthropic_node.mjs", _MESSAGES),
+    Row("ollama", "ollama", "ollama", "ollama_client.py", f"models logprobs {_OLLAMA}"),
+    Row("langchain-ollama", "ollama", "langchain-ollama", "langchain_ollama_client.py", _OLLAMA),
 )
 
 

@@ -205,12 +205,12 @@ def routes_of(app: FastAPI) -> tuple[Route, ...]:
     )
 
 
-CONSOLE = frozenset({"GET /", "GET /console", "GET /console/", "GET /console/assets/{release}/{file}"})
-"""Pages, which are no part of the API."""
+UNDESCRIBED = frozenset({"GET /", "GET /console", "GET /console/", "GET /console/assets/{release}/{file}", "HEAD /"})
+"""Pages of the console and a probe, which are no part of the API."""
 
 
 def api_routes_of(app: FastAPI) -> tuple[Route, ...]:
-    return tuple(route for route in routes_of(app) if str(route) not in CONSOLE)
+    return tuple(route for route in routes_of(app) if str(route) not in UNDESCRIBED)
 
 
 @dataclass(frozen=True)
@@ -260,6 +260,18 @@ BODIES: dict[str, dict[str, Any]] = {
         f"POST {path}": {"json": {"inputs": "x", "parameters": {"adapter_id": "{model}", "max_new_tokens": 1}}}
         for path in ("/", "/generate", "/generate_stream")
     },
+    "POST /api/chat": {
+        "json": {
+            "model": "{model}",
+            "messages": [{"role": "user", "content": "x"}],
+            "stream": False,
+            "options": {"num_predict": 1},
+        }
+    },
+    "POST /api/generate": {"json": {"model": "{model}", "prompt": "x", "stream": False, "options": {"num_predict": 1}}},
+    "POST /api/embed": {"json": {"model": "{model}", "input": "x"}},
+    "POST /api/embeddings": {"json": {"model": "{model}", "prompt": "x"}},
+    "POST /api/show": {"json": {"model": "{model}"}},
     "POST /v1/embeddings": {"json": {"model": "{model}", "input": "x"}},
     **{
         f"POST {path}": {"json": {"model": "{model}", "text_1": "x", "text_2": "y"}} for path in ("/v1/score", "/score")

@@ -128,7 +128,8 @@ async def test_inference_answers(client: httpx2.AsyncClient, app: FastAPI, golde
     assert tenant.status_code == 201, tenant.text
     model = app.state.services.engine.base.id
     lines = []
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate", "/"):
+    openai = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    for path in (*openai, "/generate", "/", "/api/chat", "/api/generate", "/api/embed", "/api/show"):
         is_lorax = path in ("/generate", "/")
         body = BODIES[f"POST {path}"]["json"] | ({"parameters": {}} if is_lorax else {"model": model})
         forms: list[dict[str, Any]] = [{}]
@@ -139,6 +140,16 @@ async def test_inference_answers(client: httpx2.AsyncClient, app: FastAPI, golde
             details = {"details": True, "decoder_input_details": True, "return_k_alternatives": 1, "top_n_tokens": 1}
             streamed = {"parameters": {"details": True}, "stream": True}
             forms = [{}, {"parameters": details}, streamed, {"parameters": {"typical_p": 0.5}}]
+        if path in ("/api/chat", "/api/generate"):
+            logprobs = {"logprobs": True, "top_logprobs": 1}
+            forms = [
+                {},
+                {"stream": True},
+                logprobs,
+                {"keep_alive": "5m"},
+                {"messages": [], "prompt": ""},
+                {"stop": ["x"]},
+            ]
         for form in forms:
             answer = await client.post(path, json=body | form, headers=admin | {"x-tenant": "acme"})
             lines.append(f"POST {path} {json.dumps(form)} -> {answer.status_code}")
@@ -148,7 +159,7 @@ async def test_inference_answers(client: httpx2.AsyncClient, app: FastAPI, golde
                     data = frame.removeprefix("data: ")
                     lines.append(f"    data: {data if data == '[DONE]' else json.dumps(shape(json.loads(data)))}")
             else:
-                lines.append(f"    {json.dumps(shape(answer.json()))}")
+                lines += [f"    {json.dumps(shape(json.loads(line)))}" for line in answer.text.splitlines()]
     for path, headers in (("/v1/models", {}), ("/api/v1/adapters", {}), ("/v1/no-such-route", admin), ("/livez", {})):
         answer = await client.get(path, headers=headers)
         lines.append(f"GET {path} -> {answer.status_code} {answer.headers.get('content-type')}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from loraserve.api.inference.chat.choice import ChatChoice
+from loraserve.api.inference.chat.choice import ChatChoice, parse_arguments
 from loraserve.text.tool_parsers.parser import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
 from loraserve.types import FinishReason
 
@@ -22,8 +21,6 @@ _DELTAS = {
     _THINKING: ("thinking_delta", "thinking"),
     _TOOL_USE: ("input_json_delta", "partial_json"),
 }
-_UNREADABLE = "INVALID_JSON"
-"""Key under which a call's input is that isn't a JSON object: cut off, or written wrongly."""
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class _OpenBlock:
         """Build the whole block."""
         text = "".join(self.pieces)
         if self.kind == _TOOL_USE:
-            return self.block | {"input": _input(text)}
+            return self.block | {"input": parse_arguments(text)}
         return self.block | {self.kind: text}
 
 
@@ -114,12 +111,3 @@ class MessageContent:
             return []
         self.blocks.append(opened.closed())
         return [("content_block_stop", {"index": len(self.blocks) - 1})]
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments to the object that they are."""
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {_UNREADABLE: arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, ModelNotFound, PermissionDenied, QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Binding
-from loraserve.registry.model_name import parse_terms, terms_of
+from loraserve.registry.model_name import LATEST_TAG, parse_terms, terms_of
 from loraserve.types import AdapterRef, RequestId, ThinkingBudget
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ async def resolve_model(
 ) -> ResolvedModel:
     """Bind `model` for the whole request: to an adapter version, the sum of several, or the base.
 
-    A name that the tenant has no model of is bound as `Settings.model_aliases` has it.
+    A name that the tenant has no model of is bound without Ollama's tag, or as
+    `Settings.model_aliases` has it.
 
     Args:
         adapters: the sum, where `model` is the base alone.
@@ -79,14 +81,25 @@ async def resolve_model(
         return await _bind(services, caller, model, adapters, user=user)
     except (ModelNotFound, InvalidRequest) as error:
         is_name = isinstance(error, ModelNotFound) or error.param == "model"
-        stands_in = _alias_of(model, services.settings.model_aliases) if is_name and adapters is None else None
-        if stands_in is None:
+        stand_ins = _stand_ins(model, services.settings.model_aliases) if is_name and adapters is None else ()
+        if not stand_ins:
             raise
-    return await _bind(services, caller, stands_in, user=user)
+    *earlier, last = stand_ins
+    for name in earlier:
+        with contextlib.suppress(ModelNotFound):
+            return await _bind(services, caller, name, user=user)
+    return await _bind(services, caller, last, user=user)
+
+
+def _stand_ins(model: str, aliases: Sequence[str]) -> tuple[str, ...]:
+    """List names to try for a name that there is no model of: without Ollama's tag, by an alias."""
+    bare = model.removesuffix(LATEST_TAG)
+    alias = _alias_of(model, aliases) or _alias_of(bare, aliases)
+    return (*(() if bare == model else (bare,)), *(() if alias is None else (alias,)))
 
 
 def _alias_of(model: str, aliases: Sequence[str]) -> str | None:
-    """Find the model that answers for a name that there is no model of; None: none does."""
+    """Find the model that answers for a name by an alias; None: none does."""
     for alias in aliases:
         pattern, _, stands_in = alias.partition("=")
         if fnmatchcase(model, pattern.strip()):

@@ -126,7 +126,16 @@ requests that would change the answer and aren't implemented, with the values th
 as null does. An empty value may have one: ``web_search_options: {}`` for a search,
 ``thinking_token_budget: 0`` for no thought.
 """
-_NEUTRAL_ALONE: Mapping[str, tuple[object, ...]] = {"n": (1,), "container": (), "context_management": (), "thread": ()}
+_NEUTRAL_ALONE: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "container": (),
+    "context_management": (),
+    "thread": (),
+    "temperature": (),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "seed": (),
+}
 """The same for fields that single routes refuse, where it isn't what is empty or off."""
 _GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
 """Fields of vLLM's before `structured_outputs`; those that are known have a model's field."""

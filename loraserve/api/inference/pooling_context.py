@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import orjson
 from fastapi import Request
 from starlette.responses import Response
 from ulid import ULID
@@ -115,6 +117,11 @@ class PoolingContext:
             )
             for number, prompt in enumerate(self.prompts)
         ]
+
+
+def vector_json(pooled: bytes) -> orjson.Fragment:
+    """Write a vector as JSON, in the shortest decimals of its numbers."""
+    return orjson.Fragment(orjson.dumps(np.frombuffer(pooled, dtype="<f4"), option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import numpy as np
 import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from loraserve.api.inference.context import check_priority, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.inputs import InputReader
-from loraserve.api.inference.pooling_context import PoolingContext
+from loraserve.api.inference.pooling_context import PoolingContext, vector_json
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.inference.schemas import EmbeddingBody
 from loraserve.api.services import services_of
@@ -86,4 +85,4 @@ def _encoded(pooled: bytes, encoding_format: str) -> orjson.Fragment:
     """Return a vector as JSON: its shortest decimals, or its bytes."""
     if encoding_format == "base64":
         return orjson.Fragment(b'"' + base64.b64encode(pooled) + b'"')
-    return orjson.Fragment(orjson.dumps(np.frombuffer(pooled, dtype="<f4"), option=orjson.OPT_SERIALIZE_NUMPY))
+    return vector_json(pooled)

@@ -16,6 +16,7 @@ from loraserve.api import scopes
 from loraserve.api.errors import MANAGEMENT_PREFIX
 from loraserve.api.openapi import operations
 from loraserve.api.openapi.operations import JSON, Content
+from loraserve.contract.ollama.models import OllamaError
 from loraserve.contract.result import Error, GenerateError, MessageError, Problem
 
 Node = dict[str, Any]
@@ -280,6 +281,7 @@ def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Nod
         responses["304"] = {"description": "Not modified: If-None-Match names the current state."}
     error: type[BaseModel] = GenerateError if key in operations.GENERATING else Error
     error = MessageError if key in operations.MESSAGES else error
+    error = OllamaError if key in operations.OLLAMA else error
     for status in _errors(key, is_management):
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
@@ -317,7 +319,7 @@ def _named(model: type[BaseModel]) -> Node:
 def _schemas() -> Node:
     """Return the schemas of the models in `operations`, and of the models in them."""
     bodies = [kind for content in operations.BODIES.values() for kind in content.values() if isinstance(kind, type)]
-    answers: list[type[BaseModel]] = [Error, GenerateError, MessageError, Problem]
+    answers: list[type[BaseModel]] = [Error, GenerateError, MessageError, OllamaError, Problem]
     answers += [kind for content in operations.ANSWERS.values() for kind in content.values() if isinstance(kind, type)]
     _, read = models_json_schema([(model, "validation") for model in bodies], ref_template=_REFERENCE)
     _, written = models_json_schema([(model, "serialization") for model in answers], ref_template=_REFERENCE)

@@ -33,10 +33,15 @@ from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
 from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
+from loraserve.api.ollama.answer import NDJSON
+from loraserve.api.ollama.body import OllamaChatBody, OllamaGenerateBody
+from loraserve.api.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
+from loraserve.api.ollama.models import OllamaShowBody
 from loraserve.api.openai.batches import BatchCreate
 from loraserve.api.openai.responses.body import ResponseBody
 from loraserve.contract.chat import ChatCompletion, Message
 from loraserve.contract.completion import Completion, Generated, Text, Tokens
+from loraserve.contract.ollama.answers import OllamaChat, OllamaGeneration, OllamaVector, OllamaVectors
 from loraserve.contract.pooling import EmbeddingList, Reranking, ScoreList
 from loraserve.contract.response import ModelResponse
 from loraserve.contract.server import Health
@@ -62,6 +67,7 @@ _TOKENIZER_INFO: Schema = {
 }
 _GENERATED: Schema = {"$ref": "#/components/schemas/Generated"}
 _TOKENS: Schema = {"description": "`data: {…}` lines, one per token; the last has the generated text and its details."}
+_LINES: Schema = {"description": "Lines of JSON, each with a piece; the last is done, and has counts and times."}
 _SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 
 _UPLOADED_FILES: Schema = {
@@ -118,6 +124,11 @@ BODIES: Mapping[str, Content] = {
     "POST /": {JSON: GenerateBody},
     "POST /generate": {JSON: GenerateBody},
     "POST /generate_stream": {JSON: GenerateBody},
+    "POST /api/chat": {JSON: OllamaChatBody},
+    "POST /api/generate": {JSON: OllamaGenerateBody},
+    "POST /api/embed": {JSON: OllamaEmbedBody},
+    "POST /api/embeddings": {JSON: OllamaEmbeddingsBody},
+    "POST /api/show": {JSON: OllamaShowBody},
     "POST /v1/embeddings": {JSON: EmbeddingBody},
     **{f"POST {path}": {JSON: ScoreBody} for path in _SCORE},
     **{f"POST {path}": {JSON: RerankBody} for path in _RERANK},
@@ -183,6 +194,10 @@ ANSWERS: Mapping[str, Content] = {
     "POST /": {JSON: {"type": "array", "items": _GENERATED}, EVENTS: _TOKENS},
     "POST /generate": {JSON: Generated, EVENTS: _TOKENS},
     "POST /generate_stream": {EVENTS: _TOKENS},
+    "POST /api/chat": {JSON: OllamaChat, NDJSON: _LINES},
+    "POST /api/generate": {JSON: OllamaGeneration, NDJSON: _LINES},
+    "POST /api/embed": {JSON: OllamaVectors},
+    "POST /api/embeddings": {JSON: OllamaVector},
     "POST /v1/embeddings": {JSON: EmbeddingList},
     **{f"POST {path}": {JSON: ScoreList} for path in _SCORE},
     **{f"POST {path}": {JSON: Reranking} for path in _RERANK},
@@ -226,11 +241,34 @@ CONDITIONAL = frozenset(
 GENERATING = frozenset({"POST /", "POST /generate", "POST /generate_stream"})
 """Routes with LoRAX's and TGI's errors."""
 
-CHATS = frozenset({"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages"})
+CHATS = frozenset(
+    {
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+        "POST /v1/responses",
+        "POST /v1/messages",
+        "POST /api/chat",
+        "POST /api/generate",
+    }
+)
 """Routes that generate, beside LoRAX's."""
 
 MESSAGES = frozenset({"POST /v1/messages", "POST /v1/messages/count_tokens"})
 """Routes with Anthropic's errors."""
+
+OLLAMA = frozenset(
+    {
+        "GET /api/ps",
+        "GET /api/tags",
+        "GET /api/version",
+        "POST /api/chat",
+        "POST /api/embed",
+        "POST /api/embeddings",
+        "POST /api/generate",
+        "POST /api/show",
+    }
+)
+"""Routes with Ollama's errors."""
 
 STORING = frozenset(
     {

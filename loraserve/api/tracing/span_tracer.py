@@ -214,8 +214,9 @@ def _trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 def _operation(record: RequestRecord, inference: InferenceRecord) -> str:
     if inference.is_pooled:
-        # embeddings, score, rerank
-        return record.route.rpartition("/")[2]
+        # embeddings, score, rerank; Ollama's embed
+        name = record.route.rpartition("/")[2]
+        return "embeddings" if name == "embed" else name
     return "text_completion" if record.route.endswith(_TEXT_ROUTES) else "chat"
 
 

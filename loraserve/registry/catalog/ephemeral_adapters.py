@@ -385,7 +385,15 @@ class EphemeralAdapters:
         """List the tenant's ephemeral adapters that are served, by name."""
         found = [(key, named) for (owner, key), named in self._names.items() if owner == tenant]
         return [
-            ServableAdapter(named.ref.name, None, named.owner, named.created_at, named.ref.version, named.ref.digest)
+            ServableAdapter(
+                name=named.ref.name,
+                owner=None,
+                owned_by=named.owner,
+                created_at=named.created_at,
+                version=named.ref.version,
+                digest=named.ref.digest,
+                size_bytes=named.size_bytes,
+            )
             for _, named in sorted(found, key=lambda item: item[0])
             if named.route.main.is_servable
         ]

@@ -42,6 +42,7 @@ from loraserve.text.chat_format import ChatFormat
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
+    AdapterRef,
     AdapterResidency,
     BaseSpec,
     Digest,
@@ -127,6 +128,10 @@ class FakeEngine:
     forgotten: list[tuple[TenantId, str | None, int | None]] = field(default_factory=list)
     """Deleted tenants, adapters and versions whose texts are gone."""
     num_residency_queries: int = 0
+    warmed: list[AdapterRef] = field(default_factory=list)
+
+    async def warm(self, ref: AdapterRef) -> None:
+        self.warmed.append(ref)
 
     def forget_texts(self, owner: TenantId, name: str | None = None, version: int | None = None) -> None:
         self.forgotten.append((owner, name, version))
@@ -170,6 +175,7 @@ class FakeEngine:
                 finish_reason=FinishReason.STOP,
                 pooled=pooled.tobytes(),
                 queue_s=0.001,
+                adapter_s=0.002 if request.adapter else 0.0,
                 prefill_s=0.003,
             )
             return

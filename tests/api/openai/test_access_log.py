@@ -89,6 +89,8 @@ async def test_log_line_has_model_tenant_tokens_and_times(client: httpx2.AsyncCl
         ("/v1/responses", {"model": "sql", "input": SECRET, "store": False}),
         ("/v1/messages", {"model": "sql", "max_tokens": 8, "messages": [{"role": "user", "content": SECRET}]}),
         ("/generate", {"inputs": SECRET, "parameters": {"adapter_id": "sql", "max_new_tokens": 8}}),
+        ("/api/chat", {"model": "sql", "messages": [{"role": "user", "content": SECRET}], "stream": False}),
+        ("/api/generate", {"model": "sql", "prompt": SECRET, "raw": True, "stream": False}),
         ("/v1/embeddings", {"model": "sql", "input": SECRET}),
         ("/v1/score", {"model": "sql", "text_1": SECRET, "text_2": "b"}),
     ],

@@ -59,6 +59,7 @@ async def test_disconnecting_client_frees_requests(
     [
         ("/v1/responses", {"input": "x"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
 async def test_disconnect_frees_chat_in_alternative_api_form(

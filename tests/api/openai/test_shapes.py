@@ -11,6 +11,7 @@ from hermes_model import CALL, TIME_CALL, base, model_dir
 from shapes import faults_of
 
 from loraserve.contract.chat import ChatCompletion, ChatCompletionChunk, Message
+from loraserve.contract.ollama.answers import OllamaChat, OllamaGeneration
 from loraserve.contract.response import ModelResponse
 from loraserve.contract.result import Result
 
@@ -36,6 +37,10 @@ RESPONSE = {"input": "What's the weather?", "tools": [{"type": "function", **FUN
         ("/v1/responses", ModelResponse, RESPONSE | {"tool_choice": {"type": "function", "name": "get_weather"}}),
         ("/v1/responses", ModelResponse, RESPONSE | {"include": ["message.output_text.logprobs"], "top_logprobs": 1}),
         ("/v1/responses", ModelResponse, RESPONSE | {"max_output_tokens": 3, "instructions": "x", "user": "y"}),
+        ("/api/chat", OllamaChat, CHAT | {"stream": False, "logprobs": True, "top_logprobs": 1}),
+        ("/api/chat", OllamaChat, {"messages": []}),
+        ("/api/generate", OllamaGeneration, {"prompt": "x", "stream": False}),
+        ("/api/generate", OllamaGeneration, {}),
     ],
 )
 async def test_answer_with_calls_has_exactly_contract_fields(

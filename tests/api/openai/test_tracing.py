@@ -183,6 +183,9 @@ async def test_span_attributes_follow_conventions_and_match_log(
         ("/generate", {"inputs": SECRET, "parameters": {"adapter_id": "sql"}}, "text_completion sql"),
         ("/", {"inputs": SECRET}, "text_completion org/base:1"),
         ("/v1/embeddings", {"model": "sql", "input": SECRET}, "embeddings sql"),
+        ("/api/chat", {"model": "sql", "messages": [{"role": "user", "content": SECRET}]}, "chat sql"),
+        ("/api/generate", {"model": "sql", "prompt": SECRET}, "text_completion sql"),
+        ("/api/embed", {"model": "sql", "input": SECRET}, "embeddings sql"),
         ("/v1/rerank", {"model": "sql", "query": SECRET, "documents": ["b"]}, "rerank sql"),
     ],
 )

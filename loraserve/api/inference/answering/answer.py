@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from loraserve.api.http.sse import DONE, error_event
+from loraserve.api.http.sse import DONE, EVENT_STREAM, error_event
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
     from loraserve.errors import LoraserveError
+
+_PING = b": the first token is awaited\n\n"
+"""Comment, which clients skip: proxies end connections that are silent for a minute."""
 
 
 class Answer(ABC):
@@ -47,10 +50,16 @@ class StreamableAnswer(Answer):
     Attributes:
         is_stream: whether the request is for a stream.
         ending: bytes after the last event of a stream, whatever ended it.
+        media_type: of a stream.
     """
 
     is_stream: bool
     ending: bytes = DONE
+    media_type: str = EVENT_STREAM
+
+    def ping(self) -> bytes:
+        """Encode what keeps the connection in use while the first token is awaited."""
+        return _PING
 
     def opening(self) -> bytes:
         """Encode the events before the first chunk's."""

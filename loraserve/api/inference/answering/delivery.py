@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
     from loraserve.errors import LoraserveError
 
-_PING = b": the first token is awaited\n\n"
-"""Comment, which clients skip: proxies end connections that are silent for a minute."""
-
 
 class Delivery(EventSource):
     """Way of one answer from the engine's chunks into the client's connection.
@@ -44,7 +41,7 @@ class Delivery(EventSource):
         self._starting: asyncio.Future[Chunk] | None = None
         self._silent_s = services_of(request).limits.silent_stream_s
         if isinstance(answer, StreamableAnswer) and answer.is_stream:
-            self._stream, self.ending = answer, answer.ending
+            self._stream, self.ending, self.media_type = answer, answer.ending, answer.media_type
             self._reader = DirectReader(self._render, self.write)
             generation.read_with(self._reader)
 
@@ -89,7 +86,7 @@ class Delivery(EventSource):
         if stream is None:
             return
         while self._starting is not None and not self._starting.done():
-            yield _PING
+            yield stream.ping()
             await _wait(self._starting, self._silent_s)
         if self._starting is not None:
             # its error ends the stream

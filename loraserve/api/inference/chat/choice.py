@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,18 @@ from loraserve.text.tool_parsers.parser import ArgumentsDelta, CallStart, Delta,
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
     from loraserve.types import FinishReason, TokenLogprobs
+
+_UNREADABLE = "INVALID_JSON"
+"""Key under which arguments are that aren't a JSON object: cut off, or written wrongly."""
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Parse a call's arguments to the object that they are."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {_UNREADABLE: text}
 
 
 @dataclass(slots=True)

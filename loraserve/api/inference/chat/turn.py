@@ -78,12 +78,15 @@ class ChatPrompt:
         body: ChatBody,
         ignored: tuple[str, ...],
         *,
+        text: str | None = None,
         num_more_bytes: int = 0,
         is_bounded: bool = True,
     ) -> ChatPrompt:
         """Check the body in the order that every chat has, and make tokens of its messages.
 
         Args:
+            text: the prompt as it is, in place of what the template makes of messages; None: the
+                messages are the prompt.
             num_more_bytes: size of what is read in addition to the request's body.
             is_bounded: whether the prompt has to fit the context.
 
@@ -116,17 +119,21 @@ class ChatPrompt:
             bad_words=bad_words,
             defaults=model.defaults,
         )
-        prompt = await reader.chat(
-            body.messages,
-            chat_format=chat_format,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=body.add_special_tokens,
-            variables={**variables, **body.chat_template_kwargs},
-            tool_use=tool_use,
-            is_bounded=is_bounded,
-            continues_last=body.continue_final_message,
-            keep=kept_tokens(body, asked, base),
-        )
+        keep = kept_tokens(body, asked, base)
+        if text is None:
+            prompt = await reader.chat(
+                body.messages,
+                chat_format=chat_format,
+                add_generation_prompt=body.add_generation_prompt,
+                add_special_tokens=body.add_special_tokens,
+                variables={**variables, **body.chat_template_kwargs},
+                tool_use=tool_use,
+                is_bounded=is_bounded,
+                continues_last=body.continue_final_message,
+                keep=keep,
+            )
+        else:
+            (prompt,) = await reader.prompts(text, add_special_tokens=True, keep=keep)
         check_num_candidates([prompt], sampling)
         budget = body.thinking_token_budget
         budget = thinking.budget(chat_format) if budget is None else budget
@@ -158,6 +165,7 @@ class ChatTurn:
         *,
         prefix: str,
         names: Mapping[str, str] | None = None,
+        text: str | None = None,
         num_more_bytes: int = 0,
         caps_tokens: bool = False,
     ) -> ChatTurn:
@@ -166,6 +174,7 @@ class ChatTurn:
         Args:
             prefix: what its id begins with.
             names: a chat's fields that the route calls otherwise, for the ignored ones.
+            text: the prompt as it is, as in `ChatPrompt.read`; then all of an answer is content.
             num_more_bytes: size of what was read in addition to the request's body.
             caps_tokens: whether an answer that may be longer than there is room for gets the room;
                 otherwise it is refused.
@@ -176,14 +185,16 @@ class ChatTurn:
             RateLimited: the tenant's share is used up.
         """
         services = services_of(request)
-        read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes)
+        read = await ChatPrompt.read(request, caller, body, ignored, text=text, num_more_bytes=num_more_bytes)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
         ttl_s = cache_ttl_s(sampling)
         prompt_text = prompt.end_text(read.model.tokenizer)
         thinking = read.chat_format.thinking_budget(prompt_text, read.thinking_budget)
-        answer_format = read.chat_format.answer_format(
-            prompt_text, read.tool_use, skip_special_tokens=body.skip_special_tokens
-        )
+        answer_format = None
+        if text is None:
+            answer_format = read.chat_format.answer_format(
+                prompt_text, read.tool_use, skip_special_tokens=body.skip_special_tokens
+            )
         if answer_format is not None:
             wanted = await read.reader.run(lambda: answer_format.whole(read.wanted))
         asked, default, base = read.asked, read.model.defaults.max_tokens(None), services.engine.base
@@ -197,7 +208,7 @@ class ChatTurn:
 
         passed = tuple((names or {}).get(name, name) for name in read.ignored)
         if is_capped:
-            passed = (*passed, "max_tokens")
+            passed = (*passed, (names or {}).get("max_tokens", "max_tokens"))
         context = InferenceContext.begin(prefix, services, body, read.model, [prompt], passed)
         requests = context.requests(
             caller,
