@@ -95,7 +95,13 @@ async def test_rate_is_checked_before_body_is_parsed(client: httpx2.AsyncClient,
     assert len(engine.seen) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/detokenize", "/t/acme/v1/completions"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions", "/tokenize", "/detokenize", "/t/acme/v1/completions"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+    ],
+)
 async def test_each_computing_route_counts_towards_rate(client: httpx2.AsyncClient, limit: Limit, path: str) -> None:
     await limit(requests_per_minute=1)
     await complete(client)

@@ -312,6 +312,17 @@ async def test_answer_reports_cost_matching_usage_sum(
     assert (whole.cost, whole.currency) == (Decimal("0.0000148"), "EUR")
 
 
+async def test_ollama_answer_reports_cost(client: httpx2.AsyncClient, services: Any, prices: PriceTable) -> None:
+    body = {"model": "sql", "prompt": "x" * 20, "raw": True, "options": {"num_predict": 8}}
+    lines = (await client.post("/api/generate", json=body)).text.splitlines()
+    assert (json.loads(lines[-1])["cost"], json.loads(lines[-1])["currency"]) == ("0.0000148", "EUR")
+    assert "cost" not in json.loads(lines[0])
+    (whole,) = await sums(services)
+    assert (whole.cost, whole.currency) == (Decimal("0.0000148"), "EUR")
+    embedded = await client.post("/api/embed", json={"model": "sql", "input": "x"})
+    assert embedded.json()["currency"] == "EUR"
+
+
 async def test_adapter_has_specific_price(
     client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any], prices: PriceTable
 ) -> None:
