@@ -142,7 +142,7 @@ async def test_bad_fields_are_named_in_ollama_form(
     assert engine.seen == []
 
 
-async def test_refusals_name_their_cure(client: httpx2.AsyncClient) -> None:
+async def test_refusal_names_cure(client: httpx2.AsyncClient) -> None:
     async def error_of(path: str, **fields: Any) -> str:
         text: str = (await client.post(path, json={"model": "sql", "messages": HELLO, **fields})).json()["error"]
         return text
