@@ -117,7 +117,7 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
         authenticator=authenticator,
         store=store,
         tokenizer=SimpleNamespace(config={}),  # type: ignore[arg-type]
-        chat_format=None,  # type: ignore[arg-type]
+        chat_format=SimpleNamespace(template=SimpleNamespace(source="")),  # type: ignore[arg-type]
         usage=usage,
         responses=StoredResponses(database),
     )
