@@ -304,7 +304,7 @@ def test_refused_requests_are_tried_again(here: Run, client: Client, sql_dir: Pa
     words = ("-c", "4", "--max-tokens", "32", "--metric", "exact_match", "--format", "json")
     done = here("adapter", "eval", "narrow@1", data, *words, LORASERVE_API_KEY=key)
     assert done.code == 0, done.stderr
-    assert done.stderr.count("trying again in") == 1
+    assert "trying again in" in done.stderr
     assert [one["metrics"] for one in done.json["models"]] == [{"exact_match": 0}, {"exact_match": 1}]
 
 
