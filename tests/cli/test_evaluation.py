@@ -16,7 +16,9 @@ from loraserve import Client, errors
 from loraserve.cli.arguments import split_versions
 from loraserve.cli.evaluation import data_file
 from loraserve.cli.evaluation.data_file import read_data
+from loraserve.cli.evaluation.evaluator import check_answered_by
 from loraserve.cli.evaluation.metrics import compile_pattern, has_fields, is_accurate, is_exact, matches
+from loraserve.contract.result import Answer
 
 Run = Callable[..., Any]
 SQL = "SELECT * FROM tickets WHERE age > {};"
@@ -292,6 +294,26 @@ def test_named_metrics_alone_are_computed_and_unkept(here: Run, client: Client, 
     for words in (("--metric", "bleu"), ("--metric", "json_match"), ("--stop", "")):
         assert here("adapter", "eval", "partly@1", data, *words).code == 2
     assert here("adapter", "eval", "partly@9", data).code == 1
+
+
+def test_refused_requests_are_tried_again(here: Run, client: Client, sql_dir: Path, data: Path) -> None:
+    client.tenants.create("narrow", limits={"max_concurrent_requests": 1, "max_queued_requests": 1})
+    key = client.keys.create("narrow", name="ci").key
+    with Client(client.url, api_key=key) as tenant:
+        tenant.adapters.push(sql_dir, name="narrow")
+    words = ("-c", "4", "--max-tokens", "32", "--metric", "exact_match", "--format", "json")
+    done = here("adapter", "eval", "narrow@1", data, *words, LORASERVE_API_KEY=key)
+    assert done.code == 0, done.stderr
+    assert "trying again in" in done.stderr
+    assert [one["metrics"] for one in done.json["models"]] == [{"exact_match": 0}, {"exact_match": 1}]
+
+
+def test_answer_of_fallback_ends_evaluation() -> None:
+    check_answered_by(Answer(200, adapter="sql@3"), "sql@3")
+    check_answered_by(None, "sql@3")
+    fallen = Answer(200, adapter="sql@2", fell_back_from="sql@3", fell_back_for="adapter_quarantined")
+    with pytest.raises(errors.AdapterUnavailable, match=r"sql@2 answered in the place of sql@3 \(adapter_quarantined"):
+        check_answered_by(fallen, "sql@3")
 
 
 def test_likelihood_equals_mean_of_echoed_reference(here: Run, client: Client, sql_dir: Path, tmp_path: Path) -> None:

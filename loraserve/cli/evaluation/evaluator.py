@@ -184,7 +184,7 @@ async def ask(
             stop=stops,
             return_token_ids=True,
         )
-        _check_answered_by(chat.answer, model)
+        check_answered_by(chat.answer, model)
         text, reason = chat.choices[0].message.content or "", chat.choices[0].finish_reason
         tokens = chat.prompt_token_ids
     else:
@@ -196,7 +196,7 @@ async def ask(
             stop=stops,
             return_token_ids=True,
         )
-        _check_answered_by(completion.answer, model)
+        check_answered_by(completion.answer, model)
         choice = completion.choices[0]
         text, reason, tokens = choice.text, choice.finish_reason, choice.prompt_token_ids
     if tokens is None:
@@ -219,7 +219,7 @@ async def score(client: AsyncClient, prompt: Sequence[int], reference: str, mode
     scored = await client.completions.create(
         model=model, prompt=[*prompt, *tokens], max_tokens=0, echo=True, logprobs=0, add_special_tokens=False
     )
-    _check_answered_by(scored.answer, model)
+    check_answered_by(scored.answer, model)
     logprobs = scored.choices[0].logprobs
     found = [] if logprobs is None else logprobs.token_logprobs[len(prompt) :]
     numbers = [number for number in found if number is not None]
@@ -233,7 +233,7 @@ async def score(client: AsyncClient, prompt: Sequence[int], reference: str, mode
     return sum(numbers), len(numbers)
 
 
-def _check_answered_by(answer: Answer | None, model: str) -> None:
+def check_answered_by(answer: Answer | None, model: str) -> None:
     """Check that no fallback answered in the place of the version.
 
     Raises:
