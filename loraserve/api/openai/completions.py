@@ -132,7 +132,10 @@ class _Completion(StreamableAnswer):
         self.is_stream = body.stream
         self._context, self._body, self._choices, self._usage = context, body, choices, usage
         self._num_shown = num_shown
-        self._head = {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
+        self._head = {
+            **{"id": context.id, "object": "text_completion", "created": context.created, "model": body.model},
+            "system_fingerprint": context.services.engine.base.fingerprint,
+        }
         self._has_usage = body.stream_options.include_usage
         self._has_running_usage = self._has_usage and body.stream_options.continuous_usage_stats
         self._can_fill = not self._has_running_usage and not body.return_token_ids and body.logprobs is None
