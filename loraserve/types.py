@@ -412,6 +412,8 @@ class SamplingParams(Struct, frozen=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside the sampled one; None: report nothing."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report in the place of the likeliest; empty: the likeliest."""
     prompt_logprobs: int | None = None
     grammar: str = ""
     """Grammar of the answer in llguidance's JSON form, checked by the API; empty: any text."""
