@@ -266,6 +266,11 @@ class Settings(BaseSettings):
     """Defaults of fields that a request doesn't send: auto: those of the base's
     generation_config.json; none: the API's own.
     """
+    chat_template: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    """Jinja file with the chat template of the base, and of versions without one of their own.
+
+    Default: the checkpoint's.
+    """
     default_chat_template_kwargs: TemplateVariables = Field(default={})
     """Variables of chat templates, as a JSON object, that versions and requests may set otherwise:
     {"enable_thinking": false}.
@@ -542,6 +547,7 @@ class Settings(BaseSettings):
         return EngineConfig(
             model_dir=str(Path(model_dir).absolute()),
             model_id=self.base_id,
+            chat_template_file=None if self.chat_template is None else str(self.chat_template),
             store_url=self.resolved_store_url,
             device=self.device,
             dtype=self.dtype,

@@ -183,8 +183,10 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
     config = settings.engine_config(model_dir, draft_dir)
     tokenizer = Tokenizer(model_dir)
     base_defaults = await asyncio.to_thread(_base_defaults, settings, Path(model_dir))
+    if settings.chat_template is not None:
+        logger.info(f"chats have the template {settings.chat_template}, in the place of the base's own")
     chat_format = ChatFormat(
-        ChatTemplate(model_dir, tokenizer),
+        ChatTemplate(model_dir, tokenizer, file=settings.chat_template),
         tokenizer,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,

@@ -20,8 +20,8 @@ SERVE = "As for serve"
 """The section of these flags in the help of other commands."""
 SECTIONS = {
     "Model": "model model_id model_aliases base_names strict_base device dtype model_impl quantize activation_dtype "
-    "max_model_len tool_call_parser reasoning_parser generation_config default_chat_template_kwargs json_whitespace "
-    "json_numbers",
+    "max_model_len tool_call_parser reasoning_parser generation_config chat_template default_chat_template_kwargs "
+    "json_whitespace json_numbers",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
     "strict_certificates host_cache max_num_seqs max_num_batched_tokens max_inter_token_ms enable_prefix_cache "
     "speculation draft_model draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
@@ -53,6 +53,7 @@ VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",
     "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",
     "PATH": "data_dir config ssl_certfile ssl_keyfile",
+    "FILE": "chat_template",
     "DIR": "lora_dir draft_model",
     "URL": "database_url store_url trace_endpoint",
     "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",
