@@ -287,6 +287,10 @@ class Settings(BaseSettings):
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
+    auth: bool = True
+    """Require a key of each request. Without (for --host 127.0.0.1 alone), a request that has no
+    valid key is an admin's, for the tenant "default" or the one in X-Tenant.
+    """
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("loraserve")))
     """Directory of the SQLite registry and the adapters' files. Default: the user's data folder."""
     database_url: str | None = None
@@ -496,6 +500,25 @@ class Settings(BaseSettings):
     def _check_tls(self) -> Self:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate that it belongs to")
+        return self
+
+    @model_validator(mode="after")
+    def _check_no_auth(self) -> Self:
+        if self.auth:
+            return self
+        if self.host != "127.0.0.1":
+            raise ValueError(
+                "--no-auth makes every request an admin's, and is for --host 127.0.0.1 alone; --host is "
+                f"{self.host[:64]}: leave out one of the two"
+            )
+        if self.trusted_proxies:
+            raise ValueError(
+                "--no-auth is for clients on this machine; leave out --trusted-proxies, whose are elsewhere"
+            )
+        if self.cors_allow_origins == ("*",):
+            raise ValueError(
+                "--no-auth lets every page in with --cors-allow-origins *; name the pages' origins instead"
+            )
         return self
 
     @model_validator(mode="after")

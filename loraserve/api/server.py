@@ -48,6 +48,7 @@ from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import FOLDER, UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.tenancy.identity.tenants import DEFAULT_TENANT
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.servers import Servers
 from loraserve.tenancy.limits.shares import ConnectionSlot
@@ -237,6 +238,8 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         tracer=tracer,
         metrics=metrics,
     )
+    if not settings.auth:
+        logger.warning(f"--no-auth: requests without a key are an admin's, for the tenant {DEFAULT_TENANT}")
     return services, database
 
 

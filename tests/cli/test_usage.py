@@ -60,7 +60,7 @@ def test_wrong_usage_exits_2_with_words_on_stderr(run_here: Run, arguments: list
 
 
 def test_missing_key_exits_2_and_names_the_variable(run_here: Run) -> None:
-    done = run_here("adapter", "list")
+    done = run_here("adapter", "list", LORASERVE_URL="https://example.com")
     assert done.code == 2
     assert "LORASERVE_API_KEY" in done.stderr
 

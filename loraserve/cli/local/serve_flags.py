@@ -27,7 +27,7 @@ SECTIONS = {
     "speculation draft_model draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
-    "Server": "host port ssl_certfile ssl_keyfile trusted_proxies client_address_source "
+    "Server": "host port auth ssl_certfile ssl_keyfile trusted_proxies client_address_source "
     "management_requests_per_minute console router_metrics "
     "cors_allow_origins grace_s "
     "engine_hang_timeout log_level access_log trace_endpoint trace_sample config",
@@ -45,6 +45,7 @@ SWITCHES = frozenset(
         "enable_prefix_cache",
         "cuda_graphs",
         "access_log",
+        "auth",
         "console",
         "router_metrics",
     }
