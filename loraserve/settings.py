@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -651,7 +653,8 @@ def _read_toml(cls: type[Settings], init_kwargs: dict[str, Any]) -> dict[str, An
     # --memory-budget is written memory-budget by some and memory_budget by others
     values = {key.replace("-", "_"): value for key, value in values.items()}
     if unknown := sorted(values.keys() - cls.model_fields.keys()):
-        raise ConfigError(f"{path} has unknown keys: {', '.join(unknown)}.", hint=_known(cls))
+        shown = ", ".join(f"{key}{_guess(key, cls.model_fields)}" for key in unknown)
+        raise ConfigError(f"{path} has unknown keys: {shown}.", hint=_known(cls))
     return values
 
 
@@ -665,12 +668,13 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
         and not name.upper().startswith(_OTHER_PREFIXES)
     ]
     if unknown:
-        raise ConfigError(f"Unknown environment variables: {', '.join(unknown)}.", hint=_known(cls))
+        shown = ", ".join(f"{name}{_guess(name, known)}" for name in unknown)
+        raise ConfigError(f"Unknown environment variables: {shown}.", hint=_known(cls))
 
 
 def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, object]) -> ConfigError:
     reasons = []
-    for problem in error.errors(include_input=False, include_url=False):
+    for problem in error.errors(include_url=False):
         message = problem["msg"].removeprefix("Value error, ")
         if not problem["loc"]:
             # of several settings together: it names them itself
@@ -690,8 +694,21 @@ def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, 
             source = f"{ENV_PREFIX}{name.upper()}"
         else:
             source = f"`{name}` in {DEFAULT_CONFIG_FILE}"
-        reasons.append(f"{source}: {message[:1].lower()}{message[1:]}")
+        guess = _guess(problem["input"], _literals(problem)) if problem["type"] == "literal_error" else ""
+        reasons.append(f"{source}: {message[:1].lower()}{message[1:]}{guess}")
     return ConfigError("; ".join(reasons) + ".")
+
+
+def _literals(problem: Mapping[str, Any]) -> list[str]:
+    """List the words that a setting may be, of pydantic's error."""
+    return re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
+
+
+def _guess(word: object, known: Iterable[str]) -> str:
+    """Format the known word that may be meant by a mistyped one; empty: none is near."""
+    by_key = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(word.lower(), by_key, n=1) if isinstance(word, str) else []
+    return f" (did you mean {by_key[found[0]]}?)" if found else ""
 
 
 def _known(cls: type[Settings]) -> str:

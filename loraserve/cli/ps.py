@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     Column("ADAPTER", "model"),
     Column("TENANT", "tenant"),
-    Column("TIER", "tier"),
+    Column("TIER", "tier", is_state=True),
     Column("DEVICE", lambda row: _bytes(row.device_bytes)),
     Column("HOST", lambda row: _bytes(row.host_bytes)),
     Column("DISK", lambda row: _bytes(row.size_bytes)),

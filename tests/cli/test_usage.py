@@ -24,7 +24,7 @@ NOBODY = {"LORASERVE_URL": "http://127.0.0.1:9", "LORASERVE_API_KEY": "sk-lora-t
     "arguments",
     [
         ["frobnicate"],
-        ["adapter", "push", "DIR"],
+        ["adapter", "push"],
         ["adapter", "show", "sql@latest"],
         ["adapter", "alias", "sql", "live", "0"],
         ["adapter", "list", "--format", "xml"],

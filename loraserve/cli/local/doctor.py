@@ -373,4 +373,4 @@ def _show(output: Output, checks: list[Check], costs: list[RoundingCost]) -> Non
             continue
         rest = f"; expected {check.expected}" if check.expected and check.status != "ok" else ""
         rest += f". {check.next}" if check.next else ""
-        output.line(f"{check.status:<4}  {check.name:<14}  {check.found}{rest}")
+        output.state_line(str(check.status), f"{check.status:<4}", f"  {check.name:<14}  {check.found}{rest}")
