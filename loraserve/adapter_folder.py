@@ -62,6 +62,11 @@ def foreign_files(names: Collection[str]) -> str | None:
     return next((words for name, words in _FOREIGN_FILES.items() if name in names), None)
 
 
+def is_base(names: Collection[str]) -> bool:
+    """Return whether a folder holds a whole model, and no adapter, by the names of its files."""
+    return CONFIG_FILE not in names and any(_FOREIGN_FILES.get(name) is _WHOLE_MODEL for name in names)
+
+
 def holds_config(name: str) -> bool:
     """Return whether a file of weights holds its config too, by its name."""
     return name.endswith(".gguf")

@@ -90,6 +90,8 @@ class EngineConfig(Struct, frozen=True):
     """Stages that the layers are split into, each with processes of its own; 1: there is one."""
     loader_threads: int = 2
     heartbeat_s: float = 0.5
+    chat_template_file: str | None = None
+    """Template that certificates' prompts are rendered with; None: the checkpoint's."""
     kernels: tuple[KernelChoice, ...] = ()
     """Kernels that an engine before this one chose: its streams are continued,
     with the same bits.

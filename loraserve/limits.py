@@ -64,6 +64,7 @@ class Limits:
     max_bad_words: int = 64
     max_bad_word_bytes: int = 128
     max_completion_logprobs: int = 20
+    max_logprob_token_ids: int = 128
     max_prompt_candidates: int = 1024 * 1024
     """Log probabilities of prompts' tokens in one answer: their own and those of the likeliest."""
     max_chat_top_logprobs: int = 20

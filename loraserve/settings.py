@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -266,6 +268,11 @@ class Settings(BaseSettings):
     """Defaults of fields that a request doesn't send: auto: those of the base's
     generation_config.json; none: the API's own.
     """
+    chat_template: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    """Jinja file with the chat template of the base, and of versions without one of their own.
+
+    Default: the checkpoint's.
+    """
     default_chat_template_kwargs: TemplateVariables = Field(default={})
     """Variables of chat templates, as a JSON object, that versions and requests may set otherwise:
     {"enable_thinking": false}.
@@ -282,6 +289,10 @@ class Settings(BaseSettings):
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
+    auth: bool = True
+    """Require a key of each request. Without (for --host 127.0.0.1 alone), a request that has no
+    valid key is an admin's, for the tenant "default" or the one in X-Tenant.
+    """
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("loraserve")))
     """Directory of the SQLite registry and the adapters' files. Default: the user's data folder."""
     database_url: str | None = None
@@ -494,6 +505,25 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_no_auth(self) -> Self:
+        if self.auth:
+            return self
+        if self.host != "127.0.0.1":
+            raise ValueError(
+                "--no-auth makes every request an admin's, and is for --host 127.0.0.1 alone; --host is "
+                f"{self.host[:64]}: leave out one of the two"
+            )
+        if self.trusted_proxies:
+            raise ValueError(
+                "--no-auth is for clients on this machine; leave out --trusted-proxies, whose are elsewhere"
+            )
+        if self.cors_allow_origins == ("*",):
+            raise ValueError(
+                "--no-auth lets every page in with --cors-allow-origins *; name the pages' origins instead"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_certificates(self) -> Self:
         if self.strict_certificates and self.certify == "on-request":
             raise ValueError("--strict-certificates needs --certify at-upload: uploads get no certificate otherwise")
@@ -542,6 +572,7 @@ class Settings(BaseSettings):
         return EngineConfig(
             model_dir=str(Path(model_dir).absolute()),
             model_id=self.base_id,
+            chat_template_file=None if self.chat_template is None else str(self.chat_template),
             store_url=self.resolved_store_url,
             device=self.device,
             dtype=self.dtype,
@@ -622,7 +653,8 @@ def _read_toml(cls: type[Settings], init_kwargs: dict[str, Any]) -> dict[str, An
     # --memory-budget is written memory-budget by some and memory_budget by others
     values = {key.replace("-", "_"): value for key, value in values.items()}
     if unknown := sorted(values.keys() - cls.model_fields.keys()):
-        raise ConfigError(f"{path} has unknown keys: {', '.join(unknown)}.", hint=_known(cls))
+        shown = ", ".join(f"{key}{_guess(key, cls.model_fields)}" for key in unknown)
+        raise ConfigError(f"{path} has unknown keys: {shown}.", hint=_known(cls))
     return values
 
 
@@ -636,12 +668,13 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
         and not name.upper().startswith(_OTHER_PREFIXES)
     ]
     if unknown:
-        raise ConfigError(f"Unknown environment variables: {', '.join(unknown)}.", hint=_known(cls))
+        shown = ", ".join(f"{name}{_guess(name, known)}" for name in unknown)
+        raise ConfigError(f"Unknown environment variables: {shown}.", hint=_known(cls))
 
 
 def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, object]) -> ConfigError:
     reasons = []
-    for problem in error.errors(include_input=False, include_url=False):
+    for problem in error.errors(include_url=False):
         message = problem["msg"].removeprefix("Value error, ")
         if not problem["loc"]:
             # of several settings together: it names them itself
@@ -661,8 +694,21 @@ def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, 
             source = f"{ENV_PREFIX}{name.upper()}"
         else:
             source = f"`{name}` in {DEFAULT_CONFIG_FILE}"
-        reasons.append(f"{source}: {message[:1].lower()}{message[1:]}")
+        guess = _guess(problem["input"], _literals(problem)) if problem["type"] == "literal_error" else ""
+        reasons.append(f"{source}: {message[:1].lower()}{message[1:]}{guess}")
     return ConfigError("; ".join(reasons) + ".")
+
+
+def _literals(problem: Mapping[str, Any]) -> list[str]:
+    """List the words that a setting may be, of pydantic's error."""
+    return re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
+
+
+def _guess(word: object, known: Iterable[str]) -> str:
+    """Format the known word that may be meant by a mistyped one; empty: none is near."""
+    by_key = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(word.lower(), by_key, n=1) if isinstance(word, str) else []
+    return f" (did you mean {by_key[found[0]]}?)" if found else ""
 
 
 def _known(cls: type[Settings]) -> str:

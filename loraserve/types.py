@@ -269,6 +269,16 @@ class BaseSpec(Struct, frozen=True):
     """Mixture of experts that adapters may change; None: there is none, or they may not."""
     module_layers: Mapping[str, tuple[int, ...]] = {}
     """Module → the layers that have it, where some lack it: recurrent ones don't attend."""
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's ``system_fingerprint``: what computes answers, ``fp_1f0c9a3e_w8a8-row-h64``.
+
+        It changes with the base's weights, and with the arithmetic in which they are multiplied
+        (the dtype, where no weight was loaded).
+        """
+        return f"fp_{self.digest[:8]}_{self.arithmetic or self.dtype}"
+
     has_recurrent_state: bool = False
     """Whether layers keep a state of all tokens before, in the place of keys and values.
 
@@ -402,6 +412,8 @@ class SamplingParams(Struct, frozen=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside the sampled one; None: report nothing."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report in the place of the likeliest; empty: the likeliest."""
     prompt_logprobs: int | None = None
     grammar: str = ""
     """Grammar of the answer in llguidance's JSON form, checked by the API; empty: any text."""

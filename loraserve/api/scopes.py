@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Iterator
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -32,6 +33,7 @@ GIVEN_CALLER, COLLECTED_USAGE = "loraserve.caller", "loraserve.usage"
 """Entries of the scope of a request that the server makes itself: in whose name, and what takes its
 usage. No client can set them: a connection's scope has no such entries.
 """
+_LOCAL_HOST = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
 _MAX_KEY_BYTES = 512
 _MARK = "__loraserve_scope__"
 _OPEN = "open"
@@ -57,8 +59,8 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
             ``operator:read`` doesn't open it.
 
     Raises (when called):
-        AuthenticationError: no key, or a bad one.
-        PermissionDenied: the key doesn't have the scope.
+        AuthenticationError: no key, or a bad one; not with ``--no-auth``.
+        PermissionDenied: the key doesn't have the scope, or another site's page needs a key.
         TenantNotFound: the path or the header names a tenant that isn't the key's.
         InvalidRequest: an admin names two tenants.
         RateLimited: as many of the tenant's requests are being answered as its share is, or it has
@@ -73,7 +75,7 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
         claim: Claim = request.state.claim
         caller: Caller | None = request.scope.get(GIVEN_CALLER)
         if caller is None:
-            caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder.name)
+            caller = await _caller_of(request, claim.holder.name)
         if not caller.is_admin and scope not in caller.scopes:
             raise PermissionDenied(f"This key doesn't have the scope {scope!r}.", hint=_who_has(scope, caller))
         if is_tenants_own and caller.is_operator and not caller.is_admin:
@@ -102,6 +104,42 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
 
     setattr(authenticate, _MARK, scope)
     return authenticate
+
+
+async def _caller_of(request: Request, holder: str) -> Caller:
+    """Find the caller by its key; with ``--no-auth``, one without a valid key is an admin."""
+    services = services_of(request)
+    try:
+        return await services.authenticator.authenticate(bearer_key(request), holder=holder)
+    except AuthenticationError:
+        if services.settings.auth:
+            raise
+    _check_is_local(request, services.settings.cors_allow_origins)
+    return await services.authenticator.without_key()
+
+
+def _check_is_local(request: Request, origins: Sequence[str]) -> None:
+    """Check that no other site's page sent the request: a browser on this machine passes it on.
+
+    Such a page reaches this server under a name of its own (DNS rebinding), or names its origin.
+
+    Raises:
+        PermissionDenied: one did.
+    """
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    # of what a page embeds, browsers name no origin, but its site
+    is_embedded = origin is None and request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    if _LOCAL_HOST.fullmatch(host) is None:
+        raise PermissionDenied(
+            "Without a key (--no-auth), requests may name this server 127.0.0.1 or localhost alone; this one's Host "
+            "header has another name.",
+            hint="Send it to http://127.0.0.1, or send a key.",
+        )
+    if is_embedded or (origin is not None and origin not in (f"http://{host}", f"https://{host}", *origins)):
+        raise PermissionDenied(
+            "Without a key (--no-auth), web pages of other origins may send no requests.",
+            hint="Send a key, or allow the page's origin with --cors-allow-origins.",
+        )
 
 
 def _who_has(scope: str, caller: Caller) -> str:

@@ -48,6 +48,7 @@ from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import FOLDER, UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.tenancy.identity.tenants import DEFAULT_TENANT
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.servers import Servers
 from loraserve.tenancy.limits.shares import ConnectionSlot
@@ -185,8 +186,10 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
     config = settings.engine_config(model_dir, draft_dir)
     tokenizer = Tokenizer(model_dir)
     base_defaults = await asyncio.to_thread(_base_defaults, settings, Path(model_dir))
+    if settings.chat_template is not None:
+        logger.info(f"chats have the template {settings.chat_template}, in the place of the base's own")
     chat_format = ChatFormat(
-        ChatTemplate(model_dir, tokenizer),
+        ChatTemplate(model_dir, tokenizer, file=settings.chat_template),
         tokenizer,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
@@ -237,6 +240,8 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         tracer=tracer,
         metrics=metrics,
     )
+    if not settings.auth:
+        logger.warning(f"--no-auth: requests without a key are an admin's, for the tenant {DEFAULT_TENANT}")
     return services, database
 
 

@@ -1,4 +1,4 @@
-"""Parsers of arguments: versions, splits, tags, instants and durations."""
+"""Parsers of arguments: versions, names of folders, splits, tags, instants and durations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import typer
 
+_ON_HUB = re.compile(r"hf:/{0,2}([^@:]+)(?:@[^:]+)?(?::(.+))?")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _EXAMPLES = {"WEIGHT": "90", "SHARE": "0.1"}
 
 
@@ -43,6 +46,32 @@ def split_versions(text: str) -> tuple[str, tuple[int, ...]]:
     if len(set(numbers)) != len(numbers):
         raise typer.BadParameter(f"{text!r} names a version twice.")
     return name, tuple(numbers)
+
+
+def folder_name(source: str) -> str:
+    """Name an adapter after the folder, GGUF file or repository that it is pushed from.
+
+    A trainer's ``checkpoint-900`` has the name of the folder around it.
+
+    Raises:
+        typer.BadParameter: it is MLflow's, or no adapter can have that name.
+    """
+    from loraserve.limits import ADAPTER_NAME_PATTERN, LIMITS
+    from loraserve.sdk.files.mlflow_source import is_mlflow
+
+    if is_mlflow(source):
+        raise typer.BadParameter("is needed for what MLflow keeps, which has no folder's name.", param_hint="--name")
+    on_hub = _ON_HUB.fullmatch(source)
+    path = Path(source).expanduser().resolve() if on_hub is None else Path(*(part for part in on_hub.groups() if part))
+    folder = path.parent if _CHECKPOINT.fullmatch(path.name) else path
+    name = folder.name.removesuffix(".gguf")
+    if len(name) > LIMITS.max_adapter_name_length or not re.fullmatch(ADAPTER_NAME_PATTERN, name, re.ASCII):
+        raise typer.BadParameter(
+            f"is needed: the folder's name {name[:64]!r} can't be an adapter's, which has letters, digits, . _ and -, "
+            "and begins with a letter or a digit.",
+            param_hint="--name",
+        )
+    return name
 
 
 def version_numbers(text: str, what: str) -> dict[int, float]:

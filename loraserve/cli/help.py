@@ -6,7 +6,10 @@ they hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,14 +19,23 @@ from typer.core import TyperCommand, TyperGroup
 VALUES: dict[type, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 """Names of values by type, for options without a metavar."""
 FIRST_COLUMN = 32
+_NO_CHOICE = re.compile(r"(?:Value error, )?(?P<words>'(?P<value>.*)' is not one of (?P<choices>'.*')\.)")
 
 
 class Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _guessing():
+            return super().parse_args(ctx, args)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_sections(self, ctx, formatter)
 
 
 class Group(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _guessing():
+            return super().parse_args(ctx, args)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_sections(self, ctx, formatter)
         self.format_commands(ctx, formatter)
@@ -37,6 +49,29 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, **({"cls": Command} | options))
+
+
+@contextmanager
+def _guessing() -> Iterator[None]:
+    """Add the choice that may be meant to the error of a mistyped one: ``--format jsn``.
+
+    Typer does so for commands and flags.
+    """
+    try:
+        yield
+    except typer.BadParameter as error:
+        found = _NO_CHOICE.fullmatch(error.message)
+        if found is not None:
+            guess = closest(found["value"], re.findall(r"'([^']*)'", found["choices"]))
+            error.message = found["words"] + ("" if guess is None else f" Did you mean {guess!r}?")
+        raise
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Find the known word that may be meant by a mistyped one, in any case; None: none is near."""
+    by_key = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(word.lower(), by_key, n=1)
+    return by_key[found[0]] if found else None
 
 
 def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:

@@ -21,7 +21,7 @@ COLUMNS = (
     Column("ID", "id"),
     Column("KIND", "kind"),
     Column("TARGET", "target"),
-    Column("STATE", "state"),
+    Column("STATE", "state", is_state=True),
     Column("PROGRESS", lambda operation: _progress(operation)),
     Column("UPDATED", "updated_at"),
 )
@@ -29,7 +29,7 @@ DETAILS = (
     Column("id", "id"),
     Column("kind", "kind"),
     Column("target", "target"),
-    Column("state", "state"),
+    Column("state", "state", is_state=True),
     Column("progress", lambda operation: _progress(operation)),
     Column("result", lambda operation: _result(operation)),
     Column("error", lambda operation: _error(operation)),

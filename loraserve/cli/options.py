@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraserve import errors
+from loraserve.cli.help import closest
 from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
 
 FORMAT_VARIABLE = "LORASERVE_FORMAT"
+_MAX_COMPARED = 2000
+"""Names that a mistyped one is compared with."""
 NOTHING_NAMED: Mapping[str, str] = {}
 
 FormatOption = Annotated[
@@ -84,4 +88,27 @@ def connected(
         from loraserve.sdk import Client
 
         with Client(url, tenant=tenant, on_wait=output.wait) as client:
-            yield output, client
+            try:
+                yield output, client
+            except (errors.AdapterNotFound, errors.ModelNotFound) as error:
+                _add_guess(error, client, named)
+                raise
+
+
+def _add_guess(error: errors.NotFound, client: Client, named: Mapping[str, str]) -> None:
+    """Add the name that may be meant to the error's hint, of those that the key itself may use."""
+    asked = named.get("MODEL") or named.get("NAME")
+    if not asked:
+        return
+    name, at, rest = asked.partition("@")
+    try:
+        if "MODEL" in named:
+            known = [model.id for model in client.models.list()]
+        else:
+            known = [adapter.name for adapter in islice(client.adapters.list(), _MAX_COMPARED)]
+    except errors.LoraserveError:
+        # the error that is known says more
+        return
+    guess = closest(name, known[:_MAX_COMPARED])
+    if guess is not None and guess != name:
+        error.hint = " ".join(filter(None, (f"Did you mean {guess}{at}{rest}?", error.hint)))

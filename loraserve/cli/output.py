@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
@@ -52,6 +52,16 @@ _NAMED = re.compile(r"(?:See|Run|Try): (loraserve .+?)\.?$")
 _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
+STATE_STYLES: Mapping[str, str] = {
+    **dict.fromkeys(("ready", "passed", "succeeded", "device", "ok"), "green"),
+    **dict.fromkeys(("loading", "running", "pending", "degraded", "skipped", "not_possible", "warn"), "yellow"),
+    **dict.fromkeys(("quarantined", "failed", "fail"), "bold red"),
+}
+"""Colors of states on a terminal, by the first word; NO_COLOR turns them off."""
+NOTHING = "-"
+"""Cell without a value."""
+MAX_CELL = 40
+"""Characters of a text in a table."""
 MAX_PROBLEMS = 5
 """Problems of a refused adapter that people are shown, unless all are requested."""
 _TOLD_WAIT_S = 0.3
@@ -66,10 +76,17 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: its title, and the attribute it shows or a function of the row."""
+    """A column of a table: its title, and the attribute it shows or a function of the row.
+
+    Attributes:
+        is_state: whether its cells have the colors of `STATE_STYLES`.
+        is_rare: whether a table leaves it out where no row has a value.
+    """
 
     title: str
     value: str | Callable[[Any], object]
+    is_state: bool = False
+    is_rare: bool = False
 
     def of(self, row: object) -> str:
         return _shown(getattr(row, self.value) if isinstance(self.value, str) else self.value(row))
@@ -100,10 +117,13 @@ class Output:
                 for row in rows:
                     _print(_shown(getattr(row, name)))
             case Format.HUMAN:
-                shown, columns = list(rows), list(columns)
+                shown = list(rows)
+                columns = [one for one in columns if not one.is_rare or any(one.of(row) != NOTHING for row in shown)]
                 if shown:
                     _table(
-                        [column.title for column in columns], [[column.of(row) for column in columns] for row in shown]
+                        [column.title for column in columns],
+                        [[column.of(row) for column in columns] for row in shown],
+                        [column.is_state for column in columns],
                     )
                 else:
                     self.note(empty)
@@ -119,7 +139,8 @@ class Output:
             case Format.QUIET:
                 _print(_shown(getattr(row, name)))
             case Format.HUMAN:
-                _pairs([(column.title, column.of(row)) for column in columns])
+                shown = list(columns)
+                _pairs([(column.title, column.of(row)) for column in shown], [column.is_state for column in shown])
 
     def records(self, records: list[dict[str, object]], *, name: str) -> None:
         """Print a list of plain records with the same keys.
@@ -156,6 +177,18 @@ class Output:
     def line(self, text: str) -> None:
         """Print a line of data."""
         _print(_safe(text, sys.stdout))
+
+    def state_line(self, state: str, shown: str, rest: str) -> None:
+        """Print a line of data that begins with a state, in its color on a terminal."""
+        if not sys.stdout.isatty():
+            _print(shown + rest)
+            return
+        from rich.console import Console
+        from rich.text import Text
+
+        line = Text(_safe(shown + rest, sys.stdout))
+        line.stylize(STATE_STYLES.get(state, ""), 0, len(shown))
+        Console(highlight=False).print(line, soft_wrap=True)
 
     def text(self, text: str) -> None:
         """Print data without a line's end, shown at once: a streamed token."""
@@ -313,14 +346,14 @@ class Output:
 
 
 def _shown(value: object) -> str:
-    """Format a cell's text: a dash for nothing, local time, lists with commas."""
+    """Format a cell's text: a dash for nothing, local time with its zone, lists with commas."""
     if value is None or value in ("", [], (), {}):
-        return "-"
+        return NOTHING
     match value:
         case bool():
             return "yes" if value else "no"
         case datetime():
-            return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+            return value.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
         case list() | tuple():
             return ", ".join(str(item) for item in value)
         case dict():
@@ -339,6 +372,20 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def milliseconds(value_ms: float) -> str:
+    """Milliseconds for people: ``1,260 ms``, ``12.6 ms``."""
+    return f"{value_ms:,.0f} ms" if value_ms >= 99.95 else f"{value_ms:.3g} ms"
+
+
+def first_line(text: str | None) -> str | None:
+    """Cut a text to its first line, of `MAX_CELL` characters; None: there is none."""
+    lines = (text or "").strip().splitlines()
+    if not lines:
+        return None
+    is_whole = len(lines) == 1 and len(lines[0]) <= MAX_CELL
+    return lines[0] if is_whole else f"{lines[0][: MAX_CELL - 2].rstrip()} …"
+
+
 def _safe(text: str, file: TextIO) -> str:
     return text.translate(_CONTROLS) if file.isatty() else text
 
@@ -347,13 +394,27 @@ def _print(text: str, *, file: TextIO | None = None) -> None:
     print(text, file=file or sys.stdout)
 
 
-def _pairs(pairs: list[tuple[str, str]]) -> None:
+def _style(text: str, *, is_state: bool) -> str:
+    return STATE_STYLES.get(text.partition(":")[0], "") if is_state else ""
+
+
+def _pairs(pairs: list[tuple[str, str]], are_states: Sequence[bool] = ()) -> None:
     width = max(len(title) for title, _ in pairs)
-    for title, value in pairs:
-        _print(_safe(f"{title:<{width}}  {value}", sys.stdout))
+    for number, (title, value) in enumerate(pairs):
+        shown = _safe(f"{title:<{width}}  {value}", sys.stdout)
+        style = _style(value, is_state=bool(are_states) and are_states[number])
+        if not style or not sys.stdout.isatty():
+            _print(shown)
+            continue
+        from rich.console import Console
+        from rich.text import Text
+
+        line = Text(shown)
+        line.stylize(style, width + 2)
+        Console(highlight=False).print(line, soft_wrap=True)
 
 
-def _table(titles: list[str], rows: list[list[str]]) -> None:
+def _table(titles: list[str], rows: list[list[str]], are_states: Sequence[bool] = ()) -> None:
     """Aligned columns. A terminal gets them as wide as it is, a pipe as wide as they are."""
     if not sys.stdout.isatty():
         widths = [max(len(cell) for cell in cells) for cells in zip(titles, *rows, strict=True)]
@@ -367,8 +428,10 @@ def _table(titles: list[str], rows: list[list[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         table.add_column(title, overflow="fold")
+    states = are_states or [False] * len(titles)
     for row in rows:
-        table.add_row(*(Text(_safe(cell, sys.stdout)) for cell in row))
+        cells = zip(row, states, strict=True)
+        table.add_row(*(Text(_safe(cell, sys.stdout), _style(cell, is_state=is_state)) for cell, is_state in cells))
     Console().print(table)
 
 

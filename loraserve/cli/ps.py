@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     Column("ADAPTER", "model"),
     Column("TENANT", "tenant"),
-    Column("TIER", "tier"),
+    Column("TIER", "tier", is_state=True),
     Column("DEVICE", lambda row: _bytes(row.device_bytes)),
     Column("HOST", lambda row: _bytes(row.host_bytes)),
     Column("DISK", lambda row: _bytes(row.size_bytes)),
@@ -35,7 +35,7 @@ COLUMNS = (
 )
 _BASE_FIELDS = (
     *("id", "digest", "implementation", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
-    *("precision", "precision_note", "generation_defaults", "chat_template_kwargs"),
+    *("precision", "precision_note", "generation_defaults", "chat_template_file", "chat_template_kwargs"),
 )
 _BYTES = ("device_bytes", "host_bytes", "size_bytes")
 _TIERS = ("device", "loading", "host", "disk")
@@ -113,8 +113,9 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
         known = {"base": base_in_words(look.base), "rounding": precision_in_words(look.base)}
         if look.base.generation_defaults:
             known["defaults"] = defaults_in_words(look.base)
-        if look.base.chat_template_kwargs:
-            known["template"] = json.dumps(look.base.chat_template_kwargs)
+        variables = json.dumps(look.base.chat_template_kwargs) if look.base.chat_template_kwargs else ""
+        if template := " ".join(filter(None, (look.base.chat_template_file, variables))):
+            known["template"] = template
         if look.stats is not None and look.memory is not None:
             known |= _in_words(summary(look.stats), look.memory)
         output.pairs(known)

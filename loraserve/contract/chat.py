@@ -71,6 +71,8 @@ class ChatCompletion(Result):
     object: Annotated[str, one_of("chat.completion")] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: Annotated[str | None, ALWAYS] = None
+    """The base and its arithmetic: where it differs, the same seed may give another answer."""
     choices: list[ChatChoice]
     usage: Annotated[Usage | None, ALWAYS] = None
     prompt_token_ids: Annotated[list[int] | None, OPTIONAL, ALWAYS] = None
@@ -96,6 +98,8 @@ class ChatCompletionChunk(Result):
     object: Annotated[str, one_of("chat.completion.chunk")] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: Annotated[str | None, ALWAYS] = None
+    """The base and its arithmetic: where it differs, the same seed may give another answer."""
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 

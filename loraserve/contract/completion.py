@@ -50,6 +50,8 @@ class Completion(Result):
     object: Annotated[str, one_of("text_completion")] = "text_completion"
     created: int
     model: str
+    system_fingerprint: Annotated[str | None, ALWAYS] = None
+    """The base and its arithmetic: where it differs, the same seed may give another answer."""
     choices: list[CompletionChoice]
     usage: Annotated[Usage | None, ALWAYS] = None
 

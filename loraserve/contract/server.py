@@ -71,6 +71,8 @@ class Base(Result):
     """Whether it takes messages; otherwise prompts alone, but for versions with a template."""
     generation_defaults: dict[str, int | float] = Field(default_factory=dict)
     """Defaults of fields that requests don't send, out of its generation_config.json."""
+    chat_template_file: str | None = None
+    """Name of the file whose template chats have; None: they have the checkpoint's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of chat templates that versions and requests may set otherwise."""
 

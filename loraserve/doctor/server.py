@@ -91,8 +91,11 @@ def check_probes(url: str) -> Iterator[Check]:
         yield ok("server", f"{url} is live and ready")
 
 
-def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[Check]:
+def check_server(url: str, api_key: str | None, expected: Expected | None) -> Iterator[Check]:
     """Compare what the key may see of the server with the plan.
+
+    Args:
+        api_key: None: the server requires none.
 
     Raises:
         AuthenticationError, ClientError: the key isn't one, or the server stopped answering.
@@ -103,7 +106,7 @@ def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[
         yield from _check(client, api_key, expected)
 
 
-def base_digest(url: str, api_key: str) -> str:
+def base_digest(url: str, api_key: str | None) -> str:
     """Request the digest of the base that it serves.
 
     Raises:
@@ -116,7 +119,7 @@ def base_digest(url: str, api_key: str) -> str:
         return client.base().digest
 
 
-def _check(client: Client, api_key: str, expected: Expected | None) -> Iterator[Check]:
+def _check(client: Client, api_key: str | None, expected: Expected | None) -> Iterator[Check]:
     yield from _check_base(client, expected)
     yield from _check_limits(client)
     try:
@@ -232,7 +235,7 @@ def check_budget(samples: Mapping[str, float], arena: ArenaPlan) -> Iterator[Che
             yield ok(name, f"{found:,.0f} {unit}", f"{planned:,} {unit}")
 
 
-def _check_adapters(client: Client, api_key: str, expected: Expected, arena: ArenaPlan) -> Iterator[Check]:
+def _check_adapters(client: Client, api_key: str | None, expected: Expected, arena: ArenaPlan) -> Iterator[Check]:
     rows = [row for row in client.residency(resident=True) if row.device_bytes]
     if not rows:
         yield ok("adapters", "none on the device")
@@ -257,7 +260,9 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
         yield ok("adapters", f"{len(rows)} on the device; {num_compared} compared, as planned")
 
 
-def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: ArenaPlan) -> int | None:
+def _planned_bytes(
+    url: str, api_key: str | None, row: AdapterResidency, expected: Expected, arena: ArenaPlan
+) -> int | None:
     """Plan the bytes from its rank and modules.
 
     None unless it is plain LoRA of one rank, by the registry.

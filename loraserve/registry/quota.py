@@ -59,9 +59,11 @@ async def check_quota(
     if is_new_adapter:
         others = totals.num_adapters - is_counted + num_ephemeral
         if others >= max_adapters:
+            is_servers = max_adapters == LIMITS.max_adapters_per_tenant
+            cure = "Delete one that isn't needed." if is_servers else f"{_cure('one', '--max-adapters')}."
             raise QuotaExceeded(
                 f"The tenant has {others} adapters; at most {max_adapters} are allowed.",
-                hint="Delete one, or ask an admin for a higher limit.",
+                hint=f"{cure} See: loraserve adapter list",
             )
     if max_bytes is None:
         return
@@ -70,7 +72,7 @@ async def check_quota(
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes and uploads {uploading}; "
             f"with this one's {size_bytes}, it would exceed its limit of {max_bytes}.",
-            hint="Delete versions or uploads, or ask an admin for a higher limit.",
+            hint=_cure("versions or uploads", "--max-stored-bytes"),
         )
     if (
         restorable_since is not None
@@ -80,7 +82,8 @@ async def check_quota(
     ):
         raise QuotaExceeded(
             f"{kept} bytes of deleted versions are kept for a restore, more than the tenant's limit of {max_bytes}.",
-            hint="Wait until they are deleted, restore some, or ask an admin for a higher limit.",
+            hint="Wait until they are deleted, restore some, or have an admin raise the limit: loraserve tenant set "
+            "TENANT --max-stored-bytes N",
         )
 
 
@@ -108,7 +111,7 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes and uploads {uploading}; with this upload's {size}, "
             f"it would exceed its limit of {max_bytes}.",
-            hint="Delete versions or uploads, or ask an admin for a higher limit.",
+            hint=_cure("versions or uploads", "--max-stored-bytes"),
         )
 
 
@@ -141,7 +144,7 @@ async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Li
     if stored + size > max_bytes:
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes; with {size} more, it would exceed its limit of {max_bytes}.",
-            hint="Delete files, versions or uploads, or ask an admin for a higher limit.",
+            hint=_cure("files, versions or uploads", "--max-stored-bytes"),
         )
 
 
@@ -197,3 +200,7 @@ def _versions_of_upload(tenant: TenantId) -> Select[str]:
 
 def _or_none(value: int | None, default: int) -> int:
     return default if value is None else value
+
+
+def _cure(what: str, flag: str) -> str:
+    return f"Delete {what}, or have an admin raise the limit: loraserve tenant set TENANT {flag} N"

@@ -67,9 +67,12 @@ class Attempt:
 
         Raises:
             LoraserveError: the error that the refusal stands for; there is no next try.
+            ConfigError: the server needs a key, and none was given.
         """
         delay = self._config.retry.delay_after_answer(self._count, response.status_code, response.headers)
         error = error_from_response(response)
+        if self._config.api_key is None and isinstance(error, errors.AuthenticationError):
+            raise self._config.missing_key() from error
         if delay is None:
             raise error
         return self._wait(delay, error)

@@ -190,7 +190,11 @@ class LoraservePushCallback:
         """
         if state.is_world_process_zero:
             base_url, api_key, tenant = self._address
-            ClientConfig.resolve(base_url, api_key, tenant, self._max_delay_s, 0)
+            config = ClientConfig.resolve(base_url, api_key, tenant, self._max_delay_s, 0)
+            if config.api_key is None:
+                # the server is on this machine, and would refuse the first push, hours later; where
+                # it needs none (--no-auth), any key will do
+                raise config.missing_key()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Check the configuration of a callback that was added to a finished trainer.

@@ -337,10 +337,11 @@ class ChatTemplate(CompiledTemplate):
         model_dir: where the template is. A model without one is fine until `render` is called.
         tokenizer: for the special tokens that templates write; read from `model_dir` when not
             given.
+        file: template of ``--chat-template``, in the place of those; it has to show messages.
         max_output_chars, timeout_s, now: as of `CompiledTemplate`.
 
     Raises:
-        ConfigError: the template isn't valid Jinja.
+        ConfigError: the template isn't valid Jinja, or the file can't be used.
     """
 
     def __init__(
@@ -348,17 +349,45 @@ class ChatTemplate(CompiledTemplate):
         model_dir: str | Path,
         tokenizer: Tokenizer | None = None,
         *,
+        file: Path | None = None,
         max_output_chars: int = 4 << 20,
         timeout_s: float = 2.0,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         config = tokenizer.config if tokenizer else read_json_object(Path(model_dir) / "tokenizer_config.json")
-        super().__init__(
-            _read_sources(Path(model_dir), config),
-            special_tokens(config),
-            max_output_chars=max_output_chars,
-            timeout_s=timeout_s,
-            now=now,
+        sources = _read_sources(Path(model_dir), config) if file is None else {"default": _read_file(file)}
+        try:
+            super().__init__(
+                sources,
+                special_tokens(config),
+                max_output_chars=max_output_chars,
+                timeout_s=timeout_s,
+                now=now,
+            )
+        except ConfigError as error:
+            if file is None:
+                raise
+            raise ConfigError(f"--chat-template {file} is not valid Jinja: {error.__cause__}") from error.__cause__
+        if file is not None:
+            self._check_shows_messages(file)
+
+    def _check_shows_messages(self, file: Path) -> None:
+        """Check that a user's message reaches the prompt, alone or after one of the system.
+
+        Raises:
+            ConfigError: it doesn't.
+        """
+        mark, reason = f"CONTENT{secrets.token_hex(8)}", "its text isn't in the prompt"
+        user = {"role": "user", "content": mark}
+        for messages in ([user], [{"role": "system", "content": "Be brief."}, user]):
+            try:
+                if mark in self.render(messages):
+                    return
+            except InvalidRequest as error:
+                reason = error.message.removesuffix(".")
+        raise ConfigError(
+            f"--chat-template {file} can't show a user's message: {reason}.",
+            hint="Give a Jinja file that renders `messages`, such as a checkpoint's chat_template.jinja.",
         )
 
 
@@ -411,6 +440,24 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             tokens[name] = value
     return tokens
+
+
+def _read_file(file: Path) -> str:
+    """Read the template that ``--chat-template`` names.
+
+    Raises:
+        ConfigError: it isn't there, is too large, or isn't text.
+    """
+    try:
+        if file.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"--chat-template {file} is larger than {_MAX_TEMPLATE_BYTES} bytes.")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--chat-template {file} can't be read: {error.strerror or error}.", hint="Give the path of a Jinja file."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {file} isn't text in UTF-8.") from error
 
 
 def _read_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:

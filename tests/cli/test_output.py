@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 
 import pytest
 
-from loraserve.cli.output import Column, Format, Output, size
+from loraserve.cli.output import MAX_CELL, Column, Format, Output, first_line, milliseconds, size
 from loraserve.cli.ps import _look, _print, summary
 from loraserve.cli.session.asking import tell_answer
 from loraserve.errors import AdapterRejected, RateLimited
@@ -35,6 +36,14 @@ def test_table_in_pipe_is_aligned_and_never_truncated(capsys: pytest.CaptureFixt
         "sql            live=2, canary=3  3",
         "a-longer-name  -                 -",
     ]
+
+
+def test_rare_column_needs_value(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = (COLUMNS[0], Column("NOTES", "notes", is_rare=True))
+    Output(Format.HUMAN).rows(ROWS, columns, name="name", empty="none")
+    assert "NOTES" not in capsys.readouterr().out
+    Output(Format.HUMAN).rows([ROWS[0].model_copy(update={"notes": "x"})], columns, name="name", empty="none")
+    assert capsys.readouterr().out.splitlines() == ["NAME  NOTES", "sql   x"]
 
 
 def test_json_is_an_array_of_whole_objects(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +159,59 @@ def test_work_without_progress_is_shown_only_on_terminal(
 )
 def test_sizes_are_readable(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1260.4, "1,260 ms"), (999.7, "1,000 ms"), (99.96, "100 ms"), (99.9, "99.9 ms"), (0.01234, "0.0123 ms")],
+)
+def test_milliseconds_are_plain_numbers(value: float, text: str) -> None:
+    assert milliseconds(value) == text
+
+
+def test_notes_are_cut_to_first_line() -> None:
+    assert (first_line(None), first_line(" \n"), first_line("one")) == (None, None, "one")
+    assert first_line("one\ntwo") == "one …"
+    assert len(first_line("x" * 60) or "") == MAX_CELL
+
+
+def test_times_name_zone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        for zone, shown in (("Europe/Berlin", "2026-01-01 01:00:00 CET"), ("UTC", "2026-01-01 00:00:00 UTC")):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            Output(Format.HUMAN).pairs({"at": NOW})
+            assert capsys.readouterr().out == f"at  {shown}\n"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+STATES = (Column("NAME", "name"), Column("STATE", lambda row: "ready" if row.latest_version else "quarantined", True))
+
+
+def test_states_have_colors_on_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output(Format.HUMAN)
+
+    def shown() -> str:
+        output.rows(ROWS, STATES, name="name", empty="none")
+        output.one(ROWS[0], STATES, name="name")
+        output.state_line("fail", "fail", "  disk")
+        return capsys.readouterr().out
+
+    assert "\x1b[" not in shown()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colored = shown()
+    assert colored.count("\x1b[32mready") == 2
+    assert "\x1b[1;31mquarantined" in colored
+    assert "\x1b[1;31mfail" in colored
+    assert "\x1b[32msql" not in colored
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as without:
+            without.setenv(name, value)
+            assert "\x1b[3" not in shown().replace("\x1b[1m", "")
 
 
 def test_metrics_text_becomes_engine_summary() -> None:

@@ -30,6 +30,29 @@ def test_plan_of_real_adapters_reports_fit(run_cli: Run) -> None:
     )
 
 
+def add_head(file: Path) -> None:
+    """Add a head of the embedding's size to a checkpoint's file."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header, weights = json.loads(data[8:start]), data[start:]
+    table = header["model.embed_tokens.weight"]
+    first, last = table["data_offsets"]
+    end = len(weights) + last - first
+    header["lm_head.weight"] = table | {"data_offsets": [len(weights), end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + weights + weights[first:last])
+
+
+def test_plan_says_why_tied_head_is_counted(run_here: Run, tmp_path: Path) -> None:
+    note = "(the embedding again, in the order that products read)"
+    assert note in run_here("plan", "--model", base_dir()).stdout
+    untied = shutil.copytree(base_dir(), tmp_path / "base")
+    config = json.loads((untied / "config.json").read_text())
+    (untied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    add_head(untied / "model.safetensors")
+    assert note not in run_here("plan", "--model", untied).stdout
+
+
 def test_plan_of_ranks_warns_of_turns(run_here: Run) -> None:
     arguments = ("--ranks", "16", "--targets", "q_proj,v_proj", "--count", "5000", "--disk-rate", "500MB")
     done = run_here("plan", "--model", base_dir(), *arguments, "--memory-budget", "64MiB", "--format", "json")

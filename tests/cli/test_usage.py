@@ -24,7 +24,7 @@ NOBODY = {"LORASERVE_URL": "http://127.0.0.1:9", "LORASERVE_API_KEY": "sk-lora-t
     "arguments",
     [
         ["frobnicate"],
-        ["adapter", "push", "DIR"],
+        ["adapter", "push"],
         ["adapter", "show", "sql@latest"],
         ["adapter", "alias", "sql", "live", "0"],
         ["adapter", "list", "--format", "xml"],
@@ -60,7 +60,7 @@ def test_wrong_usage_exits_2_with_words_on_stderr(run_here: Run, arguments: list
 
 
 def test_missing_key_exits_2_and_names_the_variable(run_here: Run) -> None:
-    done = run_here("adapter", "list")
+    done = run_here("adapter", "list", LORASERVE_URL="https://example.com")
     assert done.code == 2
     assert "LORASERVE_API_KEY" in done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ def test_running_server_is_backed_up_and_restored_elsewhere(tmp_path: Path, subt
         assert (json.loads(again.stdout)["copied"], json.loads(again.stdout)["removed"]) == (0, 1)
         listed = one.run("restore", folder, "--list", "--format", "quiet")
         assert listed.stdout.split() == [json.loads(again.stdout)["id"]]
+        titles, row = one.run("restore", folder, "--list").stdout.splitlines()
+        assert "BYTES" in titles
+        assert re.search(r"\d+\.\d [KM]iB ", row)
         assert one.run("restore", folder, "--verify").returncode == 0
         refused = one.run("restore", folder, "--data-dir", str(one.data_dir))
         assert (refused.returncode, refused.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""Variables of chat templates, from a server's flag, a version and a request to the prompt."""
+"""Chat templates and their variables, from flags, versions and requests to the prompt."""
 
 from __future__ import annotations
 
@@ -51,5 +51,27 @@ def test_request_version_and_server_set_variables(tmp_path: Path) -> None:
                 )
                 assert chat.usage is not None
                 assert chat.usage.prompt_tokens == answer["count"]
+    finally:
+        assert server.stop() == 0
+
+
+def test_file_is_template_of_base(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    flags = ("--memory-budget", "64MiB", "--host-cache", "64MiB", "--chat-template", str(file))
+    server = ServerProcess(tmp_path / "data", flags=flags)
+    refused = server.run("serve")
+    assert refused.returncode == 2
+    assert f"--chat-template {file} can't be read" in refused.stderr
+    file.write_text(TEMPLATE)
+    server.start()
+    try:
+        key = server.make_tenant("acme")
+        http = httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"})
+        with Client(server.url, api_key=key) as client, http:
+            assert client.base().chat_template_file == "own.jinja"
+            plain = {"prompt": "<|user|>hi  <|assistant|>", "add_special_tokens": False}
+            tokens = http.post("/tokenize", json=plain).json()["tokens"]
+            answer = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+            assert answer.json()["tokens"] == tokens
     finally:
         assert server.stop() == 0

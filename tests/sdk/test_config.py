@@ -41,18 +41,41 @@ def test_url_may_end_as_in_foreign_clients() -> None:
 
 def test_missing_key_error_names_places_to_set_key() -> None:
     with pytest.raises(errors.ConfigError, match="LORASERVE_API_KEY"):
-        resolve(api_key=None)
+        resolve("http://example.com", api_key=None)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:99999", "http://host?x=1"])
+@pytest.mark.parametrize("url", [None, "http://localhost:81", "https://[::1]:8000/v1"])
+def test_local_server_may_need_no_key(url: str | None) -> None:
+    config = resolve(url, api_key=None)
+    assert "Authorization" not in config.headers
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("gpu1:8000", "http://gpu1:8000"),
+        ("127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("example.com/lora", "http://example.com/lora"),
+    ],
+)
+def test_host_without_scheme_is_url(url: str, expected: str) -> None:
+    assert resolve(url).url == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["host:port", "a b:8000", "ftp://host", "http://", "http://host:99999", "http://host?x=1"],
+)
 def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(errors.ConfigError, match="isn't a server's URL"):
         resolve(url)
 
 
-def test_url_with_password_is_refused_without_showing_password() -> None:
-    with pytest.raises(errors.ConfigError) as caught:
-        resolve("http://me:hunter2@host")
+@pytest.mark.parametrize("url", ["http://me:hunter2@host", "me:hunter2@host:80", "http://me:hunter2@host:x"])
+def test_url_with_password_is_refused_without_showing_password(url: str) -> None:
+    with pytest.raises(errors.ConfigError, match="user name or a password") as caught:
+        resolve(url)
     assert "hunter2" not in str(caught.value)
 
 

@@ -64,6 +64,27 @@ def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
     assert named in str(caught.value)
 
 
+def test_server_without_keys_needs_local_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.load(model="m").auth
+    assert not Settings.load(model="m", auth=False, cors_allow_origins="http://localhost:3000").auth
+    monkeypatch.setenv("LORASERVE_AUTH", "false")
+    for flags, named in (
+        ({"host": "0.0.0.0"}, "--host is 0.0.0.0"),
+        ({"host": "::1"}, "--host is ::1"),
+        ({"trusted_proxies": "10.0.0.0/8"}, "--trusted-proxies"),
+        ({"cors_allow_origins": "*"}, "--cors-allow-origins"),
+    ):
+        with pytest.raises(ConfigError, match="--no-auth") as caught:
+            Settings.load(model="m", **flags)
+        assert named in str(caught.value)
+
+
+def test_path_of_template_is_absolute(tmp_path: Path) -> None:
+    settings = Settings.load(model="m", chat_template="own.jinja")
+    assert settings.chat_template == tmp_path / "own.jinja"
+    assert settings.engine_config("m").chat_template_file == str(tmp_path / "own.jinja")
+
+
 def test_tls_key_without_certificate_is_refused() -> None:
     with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
         Settings.load(model="m", ssl_keyfile="tls.key")

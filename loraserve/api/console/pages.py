@@ -1,8 +1,8 @@
 """Serve the console's files.
 
-They hold nothing of any tenant, so they need no key: the page prompts for one, keeps it in the
-browser's session, and sends it with each request to the API. The page may load and call nothing
-but this server, and run no script and no style but these files.
+They hold nothing of any tenant, so they need no key: the page prompts for one, unless the server
+requires none, keeps it in the browser's session, and sends it with each request to the API. The
+page may load and call nothing but this server, and run no script and no style but these files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from loraserve.api import scopes
 from loraserve.api.management.payloads.responses import header_list, names_etag
+from loraserve.api.services import services_of
 from loraserve.errors import NotFound
 
 router = APIRouter()
@@ -26,6 +27,9 @@ STATIC = Path(__file__).parent / "static"
 INDEX = "index.html"
 RELEASE_MARK = b"{{release}}"
 """Place of the release in the page: its files are below a path that changes with any of them."""
+
+AUTH_MARK = b"{{auth}}"
+"""Place in the page that says whether the server requires keys: ``key`` or ``none``."""
 
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -82,7 +86,8 @@ async def console() -> Response:
 @scopes.open
 async def page(request: Request) -> Response:
     """Return the console's page, which is asked for anew at each visit."""
-    return _answer(request, INDEX, _files()[INDEX], "no-cache")
+    auth = b"key" if services_of(request).settings.auth else b"none"
+    return _answer(request, INDEX, _files()[INDEX].replace(AUTH_MARK, auth), "no-cache")
 
 
 @router.get("/console/assets/{release}/{file:path}", include_in_schema=False)

@@ -325,6 +325,9 @@ class InferenceContext:
                 while others run.
         """
         policy, requests = caller.policy, list[GenerateRequest]()
+        # a special token is a stop string too: it ends the text, and never stays in it
+        special = {self.tokenizer.token_to_id(stop) for stop in sampling.stop} & self.tokenizer.special_token_ids
+        shown_token_ids = (*shown_token_ids, *(token_id for token_id in special if token_id is not None))
         max_queued = self.services.admissions.part_of(policy.limits.max_queued_requests)
         num_choices = len(self.prompts) * self.body.n
         if max_queued and num_choices > max_queued:

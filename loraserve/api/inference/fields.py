@@ -55,6 +55,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "exponential_decay_length_penalty": (),
     "early_stopping": (False,),
     "typical_p": (1,),
+    "typ_p": (1,),
     "tfs_z": (1,),
     "top_a": (0,),
     "top_h": (),
@@ -64,8 +65,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "penalty_alpha": (0,),
     "guidance_scale": (1,),
     "mirostat": (0,),
-    "mirostat_tau": (0,),
-    "mirostat_eta": (0,),
+    "mirostat_mode": (0,),
     "repeat_penalty": (1,),
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
@@ -83,6 +83,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "thinking_token_budget": (-1,),
     "repetition_detection": (False,),
     "logprob_token_ids": ([],),
+    "post_sampling_probs": (False,),
     # the prompt
     "suffix": ("",),
     "truncate": (False, "NONE", 0),
@@ -112,6 +113,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "max_length": (False,),
     "stop_regex": ("", []),
     "no_stop_trim": (False,),
+    "t_max_predict_ms": (0, -1),
     # the adapter
     "lora": ([],),
     "lora_path": ("", []),
@@ -149,6 +151,8 @@ _HINTS = {
     "sampling_seed": "Send seed instead.",
     "format": "Send response_format instead.",
     "repeat_penalty": "Send repetition_penalty instead.",
+    "samplers": "Send top_k, top_p and min_p alone: each is left out where it isn't sent.",
+    "t_max_predict_ms": "Send timeout, in seconds, instead.",
     "functions": "Send tools instead.",
     "function_call": "Send tools and tool_choice instead.",
 }
@@ -209,6 +213,7 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
         fields = model.model_validate(known)
     except ValidationError as error:
         raise _invalid(error) from None
+    fields = _with_synonyms(fields)
     if "stream_options" in given and "stream_options" in model.model_fields and not given.get("stream"):
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     # a field of the other kind that got so far has no effect, and so isn't ignored
@@ -216,6 +221,26 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
     ignored = [name for name in given if name in passed]
     guesses = [_likely_field(name, model) for name in ignored[:_MAX_GUESSED]]
     return fields, (*map(IgnoredField.of, ignored, guesses), *ignored[_MAX_GUESSED:])
+
+
+def _with_synonyms(fields: Model) -> Model:
+    """Set what fields with other servers' names mean.
+
+    Raises:
+        InvalidRequest: the field is there under both names, with different values.
+    """
+    synonyms: Callable[[], Mapping[str, Mapping[str, object]]] = getattr(fields, "synonyms", dict)
+    update: dict[str, object] = {}
+    for name, meant in synonyms().items():
+        for own, value in meant.items():
+            if own in fields.model_fields_set and getattr(fields, own) != value:
+                raise InvalidRequest(
+                    f"{name} is another name of {own}, and the two have different values.",
+                    param=name,
+                    hint=f"Send {own} alone.",
+                )
+            update[own] = value
+    return fields.model_copy(update=update) if update else fields
 
 
 @lru_cache

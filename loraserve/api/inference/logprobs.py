@@ -5,6 +5,7 @@ They are parallel lists (completions) and a list of objects (chat).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import TokenLogprobs
 
+_SPACES = re.compile(r"\s{0,64}")
 _LOWEST = -9999.0
 """JSON has no infinity; OpenAI has this for a token that can't be."""
 
@@ -24,7 +26,10 @@ class CompletionLogprobs:
     Offsets are into the choice's own text, which starts with the prompt under echo.
 
     Args:
+        prompt_token_ids: the prompt that the choice follows.
         num_top: how many of the likeliest tokens are shown with each.
+        num_own: how many tokens that the request names are shown with each that was made, in the
+            place of the likeliest; 0: it names none.
         as_ids: whether tokens are shown as ``token_id:7``.
     """
 
@@ -35,10 +40,11 @@ class CompletionLogprobs:
         prompt_token_ids: Sequence[int],
         *,
         num_top: int,
+        num_own: int = 0,
         as_ids: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._num_top = num_top
+        self._num_top, self._num_own = num_top, num_own
         self._as_ids = as_ids
         self._detokenizer = decode_stream(tokenizer, skip_special_tokens, prompt_token_ids)
         self._offset = 0
@@ -48,18 +54,52 @@ class CompletionLogprobs:
 
         None (a prompt's first token, which nothing predicts) is null.
         """
-        tokens, logprobs, top_logprobs, offsets = [], [], [], []
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push([token_id]))
+        return self._lists(token_ids, entries, offsets, self._num_own or self._num_top)
+
+    def render_prompt(
+        self, token_ids: Sequence[int], entries: Iterable[TokenLogprobs | None], text: str
+    ) -> dict[str, list[Any]]:
+        """Build the lists for the prompt's tokens, before any other's.
+
+        A special token has a width only if the text has it: those that the tokenizer puts around a
+        text aren't in it, and those that a caller writes are, also where special ones are skipped.
+
+        Args:
+            text: the prompt as it is shown, which the choice's text begins with.
+        """
+        detokenizer = decode_stream(self._tokenizer, skip_special_tokens=False)
+        offsets, offset = [], 0
+        for token_id in token_ids:
+            offsets.append(min(offset, len(text)))
+            if token_id in self._tokenizer.special_token_ids and not self._has_at(text, offset, token_id):
+                continue
+            offset += len(detokenizer.push([token_id]))
+        self._offset = len(text)
+        return self._lists(token_ids, entries, offsets, self._num_top)
+
+    def _has_at(self, text: str, offset: int, token_id: int) -> bool:
+        """Check whether the text has the token there; white space before it may be the token's."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        found = _SPACES.match(text, offset)
+        return text.startswith(token, offset) or (found is not None and text.startswith(token, found.end()))
+
+    def _lists(
+        self, token_ids: Sequence[int], entries: Iterable[TokenLogprobs | None], offsets: list[int], num_top: int
+    ) -> dict[str, list[Any]]:
+        tokens, logprobs, top_logprobs = [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
             tokens.append(self._text(token_id))
             logprobs.append(None if entry is None else finite_logprob(entry.logprob))
-            top_logprobs.append(None if entry is None else self._top(entry))
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push([token_id]))
+            top_logprobs.append(None if entry is None else self._top(entry, num_top))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, logprob in entry.top[: self._num_top]:
+        for token_id, logprob in entry.top[:num_top]:
             # of two tokens with the same text, the likelier
             top.setdefault(self._text(token_id), finite_logprob(logprob))
         # the sampled token is there even when it isn't among the likeliest

@@ -58,6 +58,7 @@ class Sampling:
             stop_token_ids=tuple(body.stop_token_ids),
             ignore_eos=body.ignore_eos,
             logprobs=self.logprobs,
+            logprob_token_ids=tuple(body.logprob_token_ids),
             prompt_logprobs=self.prompt_logprobs,
             grammar="" if self.grammar is None else self.grammar.text,
             tokenizer="" if self.grammar is None else self.grammar.tokenizer,
@@ -95,6 +96,9 @@ def read_sampling(
     """
     check_token_ids(body.stop_token_ids, num_ids, "stop_token_ids")
     check_token_ids(body.allowed_token_ids or (), num_ids, "allowed_token_ids")
+    check_token_ids(body.logprob_token_ids, num_ids, "logprob_token_ids")
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs isn't for streams: send stream: false.", param="prompt_logprobs")
     wanted = [number for number in (prompt_logprobs, body.prompt_logprobs) if number is not None]

@@ -28,8 +28,22 @@ _CACHE = {
 }
 
 
+def _check_not_all(value: Any) -> Any:
+    """Refuse vLLM's -1 in words.
+
+    Raises:
+        ValueError: all tokens of the vocabulary are requested.
+    """
+    if value == -1 and not isinstance(value, bool):
+        raise ValueError("-1, all tokens of the vocabulary, isn't supported: send a number of likeliest tokens")
+    return value
+
+
 def _drop_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+_NOT_ALL = BeforeValidator(_check_not_all)
 
 
 class _Body(BaseModel):
@@ -37,6 +51,10 @@ class _Body(BaseModel):
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Fields beside those that `fields` refuses on every route, and what to do without each."""
+
+    def synonyms(self) -> Mapping[str, Mapping[str, object]]:
+        """Return what was sent under other servers' names: the name → the fields that it means."""
+        return {}
 
 
 class StreamOptions(_Body):
@@ -114,7 +132,16 @@ class InferenceBody(SamplingBody):
     return_token_ids: bool = False
     cache: Annotated[Any, WithJsonSchema(_CACHE)] = None
     """Whether the answer may be one that was kept, and be kept: read by `sampling`."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+    prompt_logprobs: Annotated[int | None, _NOT_ALL] = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+
+    logprob_token_ids: list[int] = Field(default=[], max_length=LIMITS.max_logprob_token_ids)
+    """Tokens whose log probabilities are shown with each, in the place of the likeliest."""
+
+    # llama.cpp's names
+    repeat_penalty: float | None = Field(default=None, gt=0, le=100)
+    """`repetition_penalty`: of all tokens, whatever ``repeat_last_n`` says."""
+    n_predict: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    """`max_tokens`."""
 
     # what the answer has to be: read by `structured_output`
     response_format: Any = None
@@ -129,20 +156,35 @@ class InferenceBody(SamplingBody):
     json_schema: Any = None
     structural_tag: Any = None
 
+    def synonyms(self) -> Mapping[str, Mapping[str, object]]:
+        found: dict[str, Mapping[str, object]] = {}
+        if self.repeat_penalty is not None:
+            found["repeat_penalty"] = {"repetition_penalty": self.repeat_penalty}
+        if self.n_predict is not None:
+            found["n_predict"] = {"max_tokens": self.n_predict}
+        return found
+
 
 class CompletionBody(InferenceBody):
     prompt: Any
     best_of: int | None = Field(default=None, ge=1, le=LIMITS.max_n)
     echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+    logprobs: Annotated[int | None, _NOT_ALL] = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+    n_probs: int = Field(default=0, ge=0, le=LIMITS.max_completion_logprobs)
+    """llama.cpp's name of `logprobs`; 0: none."""
     add_special_tokens: bool = True
+
+    def synonyms(self) -> Mapping[str, Mapping[str, object]]:
+        return {**super().synonyms(), **({"n_probs": {"logprobs": self.n_probs}} if self.n_probs else {})}
 
 
 class ChatBody(InferenceBody):
     messages: Any
     max_completion_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
+    top_logprobs: Annotated[int, _NOT_ALL] = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
+    n_probs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
+    """llama.cpp's name of `logprobs` with so many `top_logprobs`; 0: none."""
     # checked by `chat.tools`, which has clearer messages than a union
     tools: Any = None
     tool_choice: Any = None
@@ -159,12 +201,20 @@ class ChatBody(InferenceBody):
 
     A template that doesn't read it ignores it, and the answer's header says so.
     """
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Another; medium, OpenAI's default, needs no template that reads it."""
     # what other clients send for it: read by `chat.thinking`
     reasoning: Any = None
     thinking: Any = None
     enable_thinking: bool | None = None
     think: Any = None
     echo: Literal[False] = False
+
+    def synonyms(self) -> Mapping[str, Mapping[str, object]]:
+        found = super().synonyms()
+        if self.n_probs:
+            found = {**found, "n_probs": {"logprobs": True, "top_logprobs": self.n_probs}}
+        return found
 
 
 class PoolingBody(_Body):

@@ -45,6 +45,7 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
     """Return the resident base model, with the shapes that an adapter must have."""
     services = services_of(request)
     base, known = services.engine.base, services.registry.base_precisions.current
+    template = services.settings.chat_template
     of_experts = {} if base.experts is None else base.experts.module_paths
     resource = resource_of(
         Base,
@@ -55,6 +56,7 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
         precision_note=known.note if known else "",
         has_chat_template=bool(services.chat_format.template.source),
         generation_defaults=services.base_defaults.as_fields(),
+        chat_template_file=None if template is None else template.name,
         chat_template_kwargs=dict(services.settings.default_chat_template_kwargs),
     )
     return answer(request, resource)

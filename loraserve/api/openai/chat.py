@@ -198,4 +198,7 @@ def _logprobs(content: list[dict[str, Any]], body: ChatBody) -> dict[str, Any] |
 
 def _head(turn: ChatTurn, kind: str) -> dict[str, Any]:
     context = turn.context
-    return {"id": context.id, "object": kind, "created": context.created, "model": turn.body.model}
+    return {
+        **{"id": context.id, "object": kind, "created": context.created, "model": turn.body.model},
+        "system_fingerprint": context.services.engine.base.fingerprint,
+    }

@@ -132,7 +132,10 @@ class _Completion(StreamableAnswer):
         self.is_stream = body.stream
         self._context, self._body, self._choices, self._usage = context, body, choices, usage
         self._num_shown = num_shown
-        self._head = {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
+        self._head = {
+            **{"id": context.id, "object": "text_completion", "created": context.created, "model": body.model},
+            "system_fingerprint": context.services.engine.base.fingerprint,
+        }
         self._has_usage = body.stream_options.include_usage
         self._has_running_usage = self._has_usage and body.stream_options.continuous_usage_stats
         self._can_fill = not self._has_running_usage and not body.return_token_ids and body.logprobs is None
@@ -225,12 +228,12 @@ class _Choice:
 
     def __post_init__(self) -> None:
         if self.body.logprobs is not None:
-            prompt = () if self.body.echo else self.context.prompt_of(self.index).token_ids
             self.logprobs = CompletionLogprobs(
                 self.context.tokenizer,
                 self.body.skip_special_tokens,
-                prompt,
+                self.context.prompt_of(self.index).token_ids,
                 num_top=self.body.logprobs,
+                num_own=len(self.body.logprob_token_ids),
                 as_ids=self.body.return_tokens_as_token_ids,
             )
 
@@ -253,10 +256,11 @@ class _Choice:
         prompt = self.context.prompt_of(self.index)
         is_first, self.has_begun = not self.has_begun, True
         if is_first and self.body.echo:
-            text = self._prompt_text() + text
+            prompt_text = self._prompt_text()
+            text = prompt_text + text
             if self.logprobs is not None:
                 entries = chunk.prompt_logprobs or (None,) * len(prompt.token_ids)
-                logprobs.append(self.logprobs.render(prompt.token_ids, entries))
+                logprobs.append(self.logprobs.render_prompt(prompt.token_ids, entries, prompt_text))
         if self.logprobs is not None and chunk.logprobs:
             logprobs.append(self.logprobs.render(chunk.token_ids, chunk.logprobs))
         if not text and not logprobs and chunk.finish_reason is None and not self.body.return_token_ids:

@@ -13,11 +13,11 @@ from loraserve import errors
 from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, aliases_in_words
 from loraserve.cli.adapters.completion import adapter_names
 from loraserve.cli.adapters.version_view import VERSION_COLUMNS, check_served, show_version
-from loraserve.cli.arguments import key_values, split_version
+from loraserve.cli.arguments import folder_name, key_values, split_version
 from loraserve.cli.help import App
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
-from loraserve.cli.output import MAX_PROBLEMS, Column, Format
+from loraserve.cli.output import MAX_PROBLEMS, Column, Format, first_line
 
 if TYPE_CHECKING:
     from loraserve.sdk import Progress
@@ -39,6 +39,7 @@ ADAPTER_COLUMNS = (
     Column("OTHER BASE", lambda adapter: adapter.num_versions_of_another_base or ""),
     Column("LATEST", "latest_version"),
     Column("TAGS", "tags"),
+    Column("NOTES", lambda adapter: first_line(adapter.notes), is_rare=True),
     Column("UPDATED", "updated_at"),
 )
 ADAPTER_DETAILS = (
@@ -87,9 +88,13 @@ def push(
         ),
     ],
     name: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Name that requests use as `model`.", autocompletion=adapter_names),
-    ],
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name that requests use as `model` (default: the folder's).",
+            autocompletion=adapter_names,
+        ),
+    ] = None,
     alias: Annotated[str | None, typer.Option(metavar="ALIAS", help="Alias to point at the new version too.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, but publish nothing.")] = False,
     promote: Annotated[
@@ -122,8 +127,12 @@ def push(
 ) -> None:
     """Push a PEFT directory; the new version is served once this returns."""
     said, tags, variables = _notes(notes), _tags(tag), _variables(chat_template_kwargs)
+    is_named = name is not None
+    name = folder_name(directory) if name is None else name
     with connected(format, url, tenant, {"NAME": name, "DIR": directory}) as (output, client):
         num_sent = 0
+        if not is_named:
+            output.note(f"Pushing it as {name}, its folder's name; --name gives it another.")
         output.max_problems = None if all_problems else MAX_PROBLEMS
         output.how_to_see_all = "--all shows them"
 
@@ -225,8 +234,8 @@ def pull(
 def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
     """List the tenant's adapters."""
     with connected(format, url, tenant) as (output, client):
-        empty = "No adapters yet. Push one: loraserve adapter push DIR --name NAME"
-        adapters = list(client.adapters.list())
+        empty = "No adapters yet. Push one: loraserve adapter push DIR"
+        adapters = list(client.adapters.list(with_notes=output.format is Format.HUMAN))
         output.rows(adapters, ADAPTER_COLUMNS, name="name", empty=empty)
         num = sum(adapter.num_versions_of_another_base for adapter in adapters)
         if num:
@@ -267,7 +276,8 @@ def versions(
 ) -> None:
     """List the versions of an adapter."""
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
-        output.rows(client.adapters.versions(name), VERSION_COLUMNS, name="model", empty=f"{name} has no versions.")
+        versions = client.adapters.versions(name, with_notes=output.format is Format.HUMAN)
+        output.rows(versions, VERSION_COLUMNS, name="model", empty=f"{name} has no versions.")
 
 
 @app.command("set")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve.cli.adapters.adapter import NameArgument
-from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, ALIAS_DETAILS
+from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, ALIAS_DETAILS, target_in_words
 from loraserve.cli.arguments import version_numbers
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
-from loraserve.cli.output import Column
+from loraserve.cli.output import Column, milliseconds
 from loraserve.errors import AliasNotFound
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def _part(count: int, total: int) -> str | None:
 
 
 def _ms(total_ms: int, count: int) -> str | None:
-    return f"{total_ms / count:.0f} ms" if count else None
+    return milliseconds(total_ms / count) if count else None
 
 
 def _duration(durations: Durations | None, percentile: str) -> str | None:
-    return None if durations is None else f"{1000 * getattr(durations, percentile):.3g} ms"
+    return None if durations is None else milliseconds(1000 * getattr(durations, percentile))
 
 
 def alias(
@@ -176,7 +176,13 @@ def rollback(
 ) -> None:
     """Point an alias where it pointed before its last move; a second rollback undoes the first."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
-        output.one(client.adapters.rollback(name, alias, if_match=if_match), ALIAS_DETAILS, name="version")
+        before = client.adapters.alias(name, alias)
+        moved = client.adapters.rollback(name, alias, if_match=if_match)
+        output.one(moved, ALIAS_DETAILS, name="version")
+        output.note(
+            f"{name}@{alias} means {target_in_words(moved)} again, and no longer {target_in_words(before)}. "
+            f"Undo it: loraserve adapter rollback {name} {alias}"
+        )
 
 
 def shadow(
@@ -207,4 +213,7 @@ def traffic(
         found = client.adapters.traffic(name, minutes=minutes)
         output.rows(found.data, TRAFFIC_COLUMNS, name="version", empty=f"No version of {name} answered a request.")
         if found.data:
-            output.note(f"Requests since {found.since:%H:%M} UTC, on this server; percentiles are up to 25 % too long.")
+            output.note(
+                f"Requests since {found.since.astimezone():%H:%M %Z}, on this server; percentiles are up to 25 % "
+                "too long."
+            )

@@ -8,6 +8,7 @@ from loraserve.cli.output import Column
 
 if TYPE_CHECKING:
     from loraserve.contract.adapter import Adapter
+    from loraserve.contract.alias import Alias
 
 ALIAS_COLUMNS = (
     Column("ALIAS", "alias"),
@@ -28,6 +29,11 @@ ALIAS_DETAILS = (
 def aliases_in_words(adapter: Adapter) -> str | None:
     """Format where each alias leads: ``canary=3, live=1:50%,2:50%``."""
     return ", ".join(f"{name}={_target(adapter, name)}" for name in adapter.aliases) or None
+
+
+def target_in_words(alias: Alias) -> str:
+    """Format where an alias leads: ``version 3``, or its split."""
+    return _split(alias.split) or f"version {alias.version}"
 
 
 def _target(adapter: Adapter, alias: str) -> str:

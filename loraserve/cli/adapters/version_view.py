@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from loraserve.cli.adapters.evaluation_view import evaluation_details, shown_evaluation
-from loraserve.cli.output import Column, Output, size
+from loraserve.cli.output import Column, Output, first_line, size
 
 if TYPE_CHECKING:
     from loraserve.contract.adapter import Certificate, Version
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 VERSION_COLUMNS = (
     Column("VERSION", "version"),
     Column("ALIASES", "aliases"),
-    Column("STATE", "state"),
-    Column("PARITY", "verdict"),
+    Column("STATE", "state", is_state=True),
+    Column("PARITY", "verdict", is_state=True),
     Column("EVALUATION", lambda version: shown_evaluation(version.evaluation)),
     Column("RANK", "rank"),
     Column("SIZE", lambda version: size(version.size_bytes)),
     Column("MODULES", "target_modules"),
     Column("DIGEST", lambda version: version.digest[:12]),
+    Column("TAGS", "tags", is_rare=True),
+    Column("NOTES", lambda version: first_line(version.notes), is_rare=True),
     Column("CREATED", "created_at"),
 )
 VERSION_DETAILS = (
     Column("model", "model"),
     Column("aliases", "aliases"),
-    Column("state", "state"),
+    Column("state", "state", is_state=True),
     Column("kind", lambda version: version.detail_of("format")),
     Column("read from", lambda version: version.detail_of("container")),
     Column("names", lambda version: version.detail_of("names")),
@@ -45,7 +47,7 @@ VERSION_DETAILS = (
     Column("created", "created_at"),
     Column("notes", "notes"),
     Column("tags", "tags"),
-    Column("parity", lambda version: _parity(version)),
+    Column("parity", lambda version: _parity(version), is_state=True),
 )
 CERTIFICATE_DETAILS = (
     Column("effect kept", lambda one: _effect(one)),
@@ -101,7 +103,9 @@ def _parity(version: Version) -> str | None:
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3g}"
+    if value is None:
+        return "not finite"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _share(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ import typer
 from loraserve.cli.local import coroutine
 from loraserve.cli.local.serve_flags import takes_settings
 from loraserve.cli.options import FormatOption, reporting
-from loraserve.cli.output import Output
+from loraserve.cli.output import Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.backups.backup import Made
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TARGET = ("data_dir", "database_url", "store_url", "config")
 SOURCE = (*TARGET, "retention_s")
 ACTOR = "cli"
+_BYTES = ("bytes", "copied_bytes")
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of backups; it may hold several.")]
 
@@ -158,20 +159,29 @@ def _record(manifest: Manifest) -> dict[str, object]:
 
 
 def _show(output: Output, record: dict[str, object]) -> None:
-    from loraserve.cli.output import Format
-
     match output.format:
         case Format.JSON:
             output.json(record)
         case Format.QUIET:
             output.line(str(record["id"]))
         case Format.HUMAN:
-            output.pairs(record)
+            output.pairs(_readable(record))
+
+
+def _readable(record: dict[str, object]) -> dict[str, object]:
+    """Format the bytes and the instant of a record for people."""
+    readable = dict(record)
+    for name in _BYTES:
+        if isinstance(num_bytes := record.get(name), int):
+            readable[name] = size(num_bytes)
+    return readable | {"made_at": datetime.fromisoformat(str(record["made_at"]))}
 
 
 def _list(output: Output, backups: BackupFolder) -> None:
     records = [_record(backups.manifest(backup)) for backup in backups.ids()]
     if records:
-        output.records(records, name="id")
+        output.records(
+            [_readable(record) for record in records] if output.format is Format.HUMAN else records, name="id"
+        )
     else:
         output.note("No backups.")

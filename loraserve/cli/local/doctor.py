@@ -299,10 +299,10 @@ def _server(
             yield ok("server", f"nothing answers at {at}, and no server was named")
         return
     yield from run("server", lambda: server.check_probes(at))
-    key = os.environ.get(ClientConfig.KEY_VARIABLE)
+    key = os.environ.get(ClientConfig.KEY_VARIABLE) or None
     if not key and settings is not None and settings.admin_key is not None:
         key = settings.admin_key.get_secret_value()
-    if not key:
+    if not key and (settings is None or settings.auth):
         yield warn(
             "key",
             "none",
@@ -373,4 +373,4 @@ def _show(output: Output, checks: list[Check], costs: list[RoundingCost]) -> Non
             continue
         rest = f"; expected {check.expected}" if check.expected and check.status != "ok" else ""
         rest += f". {check.next}" if check.next else ""
-        output.line(f"{check.status:<4}  {check.name:<14}  {check.found}{rest}")
+        output.state_line(str(check.status), f"{check.status:<4}", f"  {check.name:<14}  {check.found}{rest}")

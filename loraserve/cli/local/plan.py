@@ -37,6 +37,7 @@ SETTINGS = (
     "data_dir",
     "config",
 )
+_TIED = " (the embedding again, in the order that products read)"
 _SHOWN = 20
 """Adapters that a table lists; JSON has all."""
 
@@ -236,7 +237,11 @@ def _show(output: Output, made: CapacityPlan) -> None:
 
 def _in_words(made: CapacityPlan, facts: dict[str, Any]) -> dict[str, str]:
     base, arena, kv, of_adapters = made.base, made.arena, facts["kv"], facts["adapters"]
-    parts = ", ".join(f"{part.name} {part.format} {size(part.num_bytes)}" for part in base.parts)
+    is_kept_twice = base.spec.is_head_tied and any(part.name == "embedding" and part.num_bytes for part in base.parts)
+    parts = ", ".join(
+        f"{part.name} {part.format} {size(part.num_bytes)}" + (_TIED if is_kept_twice and part.name == "head" else "")
+        for part in base.parts
+    )
     draft = {}
     if made.draft is not None:
         of_draft = made.draft.as_dict()

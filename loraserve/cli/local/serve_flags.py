@@ -20,14 +20,14 @@ SERVE = "As for serve"
 """The section of these flags in the help of other commands."""
 SECTIONS = {
     "Model": "model model_id model_aliases base_names strict_base device dtype model_impl quantize activation_dtype "
-    "max_model_len tool_call_parser reasoning_parser generation_config default_chat_template_kwargs json_whitespace "
-    "json_numbers",
+    "max_model_len tool_call_parser reasoning_parser generation_config chat_template default_chat_template_kwargs "
+    "json_whitespace json_numbers",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
     "strict_certificates host_cache max_num_seqs max_num_batched_tokens max_inter_token_ms enable_prefix_cache "
     "speculation draft_model draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
-    "Server": "host port ssl_certfile ssl_keyfile trusted_proxies client_address_source "
+    "Server": "host port auth ssl_certfile ssl_keyfile trusted_proxies client_address_source "
     "management_requests_per_minute console router_metrics "
     "cors_allow_origins grace_s "
     "engine_hang_timeout log_level access_log trace_endpoint trace_sample config",
@@ -45,6 +45,7 @@ SWITCHES = frozenset(
         "enable_prefix_cache",
         "cuda_graphs",
         "access_log",
+        "auth",
         "console",
         "router_metrics",
     }
@@ -53,6 +54,7 @@ VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",
     "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",
     "PATH": "data_dir config ssl_certfile ssl_keyfile",
+    "FILE": "chat_template",
     "DIR": "lora_dir draft_model",
     "URL": "database_url store_url trace_endpoint",
     "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",

@@ -291,4 +291,6 @@ def needs_host(request: Request) -> bool:
     if request.probe is not None:
         return True
     is_biased = bool(params.logit_bias) or bool(params.allowed_token_ids)
+    # their log probabilities are looked up in the whole row
+    is_biased = is_biased or bool(params.logprob_token_ids)
     return has_penalties(params) or is_biased or request.num_output_tokens < params.min_tokens

@@ -206,7 +206,12 @@ class Sampler:
             sampled.append(token_id)
             if request.params.logprobs is not None:
                 scores = torch.log_softmax(logits[index], dim=0)
-                logprobs.append(_top_logprobs(scores, token_id, request.params.logprobs))
+                own = request.params.logprob_token_ids
+                logprobs.append(
+                    _own_logprobs(scores, token_id, own)
+                    if own
+                    else _top_logprobs(scores, token_id, request.params.logprobs)
+                )
             # the next row stands if it was computed for this token
             if entry.proposed[len(sampled) - 1 : len(sampled)] != (token_id,):
                 break
@@ -477,3 +482,9 @@ def _top_logprobs(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
     values, ids = logprobs.topk(min(count, logprobs.shape[0]))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=top)
+
+
+def _own_logprobs(logprobs: Tensor, token_id: int, own: Sequence[int]) -> TokenLogprobs:
+    """Report the tokens that the request names, in its order."""
+    values = logprobs[torch.tensor(own)].tolist()
+    return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=tuple(zip(own, values, strict=True)))

@@ -32,15 +32,19 @@ _MAX_PROMPT_TOKENS = 96
 class AnswerPrompts:
     """Prompts of one base, made when they are first needed.
 
+    Args:
+        template_file: chat template in the place of the checkpoint's; None: the checkpoint's.
+
     Attributes:
         max_answer_tokens: cap on the tokens of each answer.
     """
 
-    def __init__(self, model_dir: Path, base: BaseSpec) -> None:
+    def __init__(self, model_dir: Path, base: BaseSpec, template_file: str | None = None) -> None:
         is_large = base.num_parameters > LARGE_PARAMETERS
         self.max_answer_tokens = 10 if is_large else 12
         self._messages = MESSAGES[:2] if is_large else MESSAGES
         self._model_dir, self._base = model_dir, base
+        self._template_file = None if template_file is None else Path(template_file)
         self._prompts: tuple[tuple[int, ...], ...] | None = None
 
     def of(self, adapters: Sequence[AdapterIR]) -> tuple[tuple[int, ...], ...]:
@@ -71,7 +75,7 @@ class AnswerPrompts:
         from loraserve.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(self._model_dir)
-        template = ChatTemplate(self._model_dir, tokenizer)
+        template = ChatTemplate(self._model_dir, tokenizer, file=self._template_file)
         if not template.is_available:
             return [tokenizer.encode(message) for message in self._messages]
         texts = [template.render([{"role": "user", "content": message}], True) for message in self._messages]

@@ -224,7 +224,7 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         float_base=None
         if config.model_impl != NATIVE
         else FloatBase(Path(config.model_dir), decoder.spec, weights.device),
-        prompts=AnswerPrompts(Path(config.model_dir), decoder.spec),
+        prompts=AnswerPrompts(Path(config.model_dir), decoder.spec, config.chat_template_file),
         throttle=throttle,
         wake=wake,
     )

@@ -5,11 +5,16 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
+from loraserve.adapter_folder import CONFIG_FILE
 from loraserve.errors import ConfigError
 from loraserve.hub import HubAddress, fetch, is_hub
 from loraserve.model.gguf.gguf_folder import find_gguf, gguf_folder
+
+_MAX_CONFIG_BYTES = 1 << 20
 
 
 def local_model_dir(path: Path) -> Path:
@@ -77,8 +82,24 @@ def _could_be_on_hub(model: str) -> bool:
 
 def _with_config(path: Path, model: str) -> Path:
     if not (path / "config.json").is_file():
+        if (path / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"The model {model!r} is an adapter's folder (it has {CONFIG_FILE}), and serve takes a base.",
+                hint=f"Serve its base{_base_named_in(path / CONFIG_FILE)}, then push it. "
+                f"Try: loraserve adapter push {shlex.quote(model)}",
+            )
         raise ConfigError(
             f"The model {model!r} has no config.json (looked in {path}).",
             hint="Give the directory that holds config.json and the safetensors files.",
         )
     return path.resolve()
+
+
+def _base_named_in(config: Path) -> str:
+    """Format the base that an adapter's config names; empty: it names none."""
+    try:
+        value = json.loads(config.read_bytes()[:_MAX_CONFIG_BYTES])
+        base = value["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return f" ({base[:200]!r})" if isinstance(base, str) and base else ""

@@ -77,7 +77,8 @@ class StagingBudget:
             raise QuotaExceeded(
                 f"The tenant may store {max(0, room_bytes)} more bytes, and its running uploads have {running}; "
                 f"{num_bytes} more would exceed its limit.",
-                hint="Delete versions, files or uploads, or ask an admin for a higher limit.",
+                hint="Delete versions, files or uploads, or have an admin raise the limit: loraserve tenant set TENANT "
+                "--max-stored-bytes N",
             )
         if not self.shares.has_room(tenant_holder(tenant), num_bytes):
             # raises the refusal with the reason

@@ -38,7 +38,7 @@ class AsyncClient:
 
     Args:
         base_url: the server's root; None: LORASERVE_URL, else this machine's port 8000.
-        api_key: None: LORASERVE_API_KEY.
+        api_key: None: LORASERVE_API_KEY; a server on this machine may need none.
         tenant: the tenant that an admin key acts for (`X-Tenant`); None: LORASERVE_TENANT, else the
             key's own tenant.
         timeout: seconds to wait for an answer, and between two pieces of one.
@@ -168,7 +168,8 @@ def _import_openai() -> Any:
 def _openai_arguments(config: ClientConfig) -> dict[str, Any]:
     return {
         "base_url": f"{config.url}/v1",
-        "api_key": config.api_key,
+        # the official client needs one
+        "api_key": config.api_key or "none",
         "default_headers": {"X-Tenant": config.tenant} if config.tenant else {},
         "timeout": config.timeout_s,
         "max_retries": config.retry.max_retries,

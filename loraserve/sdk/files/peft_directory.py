@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from loraserve.adapter_folder import (
     find_weights,
     foreign_files,
     holds_config,
+    is_base,
     shard_names,
 )
 from loraserve.tokenizer_identity import TokenizerSummary
@@ -70,6 +72,11 @@ def find_files(directory: Path) -> AdapterFiles:
         return AdapterFiles(None, (directory / name,))
     missing = [wanted for wanted in (CONFIG_FILE, name) if wanted not in names]
     if missing:
+        if is_base(names):
+            raise errors.AdapterFormatError(
+                f"{directory} has no {' and no '.join(missing)}; it holds a whole model, which is served as a base.",
+                hint=f"Try: loraserve serve {shlex.quote(str(directory))}",
+            )
         foreign = foreign_files(names)
         there = foreign or ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
         raise errors.AdapterFormatError(

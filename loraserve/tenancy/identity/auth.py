@@ -45,6 +45,8 @@ from loraserve.types import TenantId
 
 ADMIN_KEY_ID = "admin"
 """Key id of LORASERVE_ADMIN_KEY in audit rows."""
+KEYLESS_ID = "no-auth"
+"""Key id of requests without a key, where the server requires none, in audit rows."""
 MIN_ADMIN_KEY_LENGTH = 32
 PEPPER = "api_key_pepper"
 
@@ -250,6 +252,10 @@ class Authenticator:
             raise _bad_key()
         role = known.caller.role
         return known.caller if role is None else await self._as_default(known.caller.key_id, role)
+
+    async def without_key(self) -> Caller:
+        """Build the caller of a request that needs no key: an admin of `DEFAULT_TENANT`."""
+        return await self._as_default(KEYLESS_ID, ADMIN_ROLE)
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
         """Let the caller act for the tenant that the request names.

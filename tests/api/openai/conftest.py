@@ -198,7 +198,7 @@ class FakeEngine:
                 token_ids=(token_id,),
                 logprobs=None
                 if request.params.logprobs is None
-                else (self._logprobs(token_id, request.params.logprobs),),
+                else (self._own(self._logprobs(token_id, request.params.logprobs), request),),
                 prompt_logprobs=self._prompt_logprobs(request) if is_first else None,
                 finish_reason=reason,
                 num_cached_tokens=16 if is_first else 0,
@@ -216,6 +216,11 @@ class FakeEngine:
         if num is None:
             return None
         return (None, *(self._logprobs(token_id, num) for token_id in request.prompt_token_ids[1:]))
+
+    def _own(self, entry: TokenLogprobs, request: GenerateRequest) -> TokenLogprobs:
+        """With the tokens that the request names, if it names any."""
+        own = request.params.logprob_token_ids
+        return msgspec.structs.replace(entry, top=tuple((id_, -id_ / 64) for id_ in own)) if own else entry
 
     def _logprobs(self, token_id: int, num: int) -> TokenLogprobs:
         top = tuple(((token_id + 1 + i) % 200, -0.25 - i) for i in range(num))

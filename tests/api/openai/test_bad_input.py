@@ -206,7 +206,6 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
             "suffix": MARK,
             "logits_processors": [MARK],
             "truncation_side": "right",
-            "logprob_token_ids": [1],
             "tools": [{"type": "function"}],
             "use_beam_search": True,
             "typical_p": 0.5,

@@ -6,6 +6,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from loraserve.api.services import Services
+
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -34,6 +36,14 @@ async def test_a_chat_has_openai_shape(client: httpx2.AsyncClient) -> None:
         }
     ]
     assert body["usage"]["completion_tokens"] == 10
+
+
+async def test_chat_names_base_and_arithmetic(client: httpx2.AsyncClient, services: Services) -> None:
+    fingerprint = f"fp_{services.engine.base.digest[:8]}_fp32"
+    assert (await chat(client)).json()["system_fingerprint"] == fingerprint
+    for fields in ({}, {"logprobs": True}, {"stream_options": {"include_usage": True}}):
+        chunks = events_of(await chat(client, max_tokens=3, stream=True, **fields))
+        assert {chunk["system_fingerprint"] for chunk in chunks} == {fingerprint}
 
 
 async def test_the_prompt_is_the_templates(client: httpx2.AsyncClient, engine: Any) -> None:

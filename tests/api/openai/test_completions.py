@@ -7,6 +7,8 @@ import httpx2
 import pytest
 from core_clock import scheduled_s
 
+from loraserve.api.services import Services
+
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
@@ -26,7 +28,7 @@ async def test_a_completion_has_openai_shape(client: httpx2.AsyncClient) -> None
     response = await complete(client, max_tokens=200, seed=7)
     body = response.json()
     assert response.status_code == 200
-    assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
+    assert set(body) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
     assert (body["object"], body["model"]) == ("text_completion", "sql")
     assert body["id"].startswith("cmpl-")
     assert body["choices"] == [
@@ -86,6 +88,15 @@ async def test_a_stream_adds_up_to_the_whole_answer(client: httpx2.AsyncClient) 
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "stop"]
     assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+
+async def test_completion_names_base_and_arithmetic(client: httpx2.AsyncClient, services: Services) -> None:
+    fingerprint = f"fp_{services.engine.base.digest[:8]}_fp32"
+    for fields in ({"logprobs": 1}, {"stream_options": {"include_usage": True}}, {}):
+        for chunk in events_of(await complete(client, max_tokens=3, stream=True, **fields)):
+            assert chunk["system_fingerprint"] == fingerprint
+        whole = {name: value for name, value in fields.items() if name != "stream_options"}
+        assert (await complete(client, model="org/base:1", **whole)).json()["system_fingerprint"] == fingerprint
 
 
 async def test_a_stream_has_no_usage_unless_asked(client: httpx2.AsyncClient) -> None:

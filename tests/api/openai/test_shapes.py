@@ -64,7 +64,14 @@ async def test_streamed_calls_have_only_contract_fields(client: httpx2.AsyncClie
 
 
 def test_unknown_and_missing_fields_are_faults() -> None:
-    chat = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
+    chat = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "system_fingerprint": "f",
+        "choices": [],
+    }
     (missing,) = faults_of(ChatCompletion, chat)
     assert "'usage' is a required property" in missing
     usage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1, "prompt_tokens_details": {"colour": 1}}

@@ -122,6 +122,23 @@ def test_prompts_are_scored_as_in_peft(world, make_gpu_engine):
     )
 
 
+def test_named_tokens_are_reported_as_in_peft(world, make_gpu_engine):
+    engine, prompt, named = make_gpu_engine(), prompts(1)[0], (5, 3, 11)
+    beside = add(engine, world, prompt, None, max_tokens=3, logprobs=1)
+    request = add(engine, world, prompt, "mixed", max_tokens=3, logprobs=1, logprob_token_ids=named)
+    outputs: list[TokenOutput] = []
+    tokens = run(engine, outputs)
+    scores = {
+        one: [score for output in outputs if output.request_id == one for score in output.logprobs or ()]
+        for one in (beside, request)
+    }
+    assert [len(score.top) for score in scores[beside]] == [1, 1, 1]
+    expected = logprobs_of(world, "mixed", [*prompt, *tokens[request]])
+    for place, score in enumerate(scores[request], len(prompt) - 1):
+        assert [token for token, _ in score.top] == list(named)
+        assert [value for _, value in score.top] == pytest.approx(expected[place, list(named)].tolist(), abs=0.05)
+
+
 def test_non_finite_adapter_fails_alone(world, make_gpu_engine):
     engine = make_gpu_engine()
     base = add(engine, world, [1, 2, 3], None, max_tokens=2)

@@ -211,3 +211,40 @@ def test_template_reports_variables_read(make_model_dir: MakeDir) -> None:
     assert template.reads("reasoning_effort")
     assert not template.reads("verbosity")
     assert not template.reads("seen")
+
+
+def test_file_replaces_template_of_directory(make_model_dir: MakeDir, tmp_path: Path) -> None:
+    path = make_model_dir("byte_level", {"chat_template": [{"name": "tool_use", "template": "tools"}]})
+    (path / "chat_template.jinja").write_text(LLAMA_LIKE)
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    template = ChatTemplate(path, file=file)
+    assert template.render(MESSAGES[2:]) == "[list <the> tickets 中]"
+    # a template for tools is the directory's too
+    assert template.render(MESSAGES[2:], tools=[{"type": "function"}]) == "[list <the> tickets 中]"
+
+
+def test_file_may_need_message_of_system(make_model_dir: MakeDir, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages }}")
+    assert ChatTemplate(make_model_dir("byte_level"), file=file).is_available
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "can't be read: No such file or directory"),
+        (b"{% if %}", "is not valid Jinja: Expected an expression"),
+        (b'{"chat_template": "{}"}', "can't show a user's message: its text isn't in the prompt"),
+        (b"{{ raise_exception('never') }}", "can't show a user's message: The model's chat template refuses"),
+        (b"\xff\xfe", "isn't text in UTF-8"),
+        (b" " * ((1 << 20) + 1), "is larger than 1048576 bytes"),
+    ],
+)
+def test_unusable_file_is_refused(make_model_dir: MakeDir, tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "own.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate(make_model_dir("byte_level"), file=file)
+    assert str(caught.value).startswith(f"--chat-template {file} {words}")

@@ -93,7 +93,7 @@ function ServerState() {
 }
 
 function Page() {
-  const { me, tenant } = useStore(session);
+  const { key, me, tenant } = useStore(session);
   const { view, rest, query, hash } = useStore(place);
   const [isOpen, setOpen] = useState(false);
   const first = useRef(true);
@@ -137,7 +137,7 @@ function Page() {
             <${TenantChoice} me=${me} />
             <div class="actions">
               <${ThemeToggle} />
-              <button type="button" class="quiet small" onClick=${() => signOut()}>Sign out</button>
+              ${key && html`<button type="button" class="quiet small" onClick=${() => signOut()}>Sign out</button>`}
             </div>
           </div>
         </div>
@@ -153,9 +153,9 @@ function Page() {
 function App() {
   const { key, me } = useStore(session);
   const loaded = useLoaded(async () => {
-    if (key && !me) knowMe(await api.get("/api/v1/whoami"));
+    if (key !== null && !me) knowMe(await api.get("/api/v1/whoami"));
   }, [key]);
-  if (!key) return html`<${Login} />`;
+  if (key === null) return html`<${Login} />`;
   if (!me) {
     return html`<main class="login">
       ${loaded.error

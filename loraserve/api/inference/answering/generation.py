@@ -386,5 +386,6 @@ def finish_reason(chunk: Chunk) -> str | None:
 def _num_candidates(request: GenerateRequest) -> int:
     """Count the log probabilities that the request's choice has at most."""
     params = request.params
+    num_top = len(params.logprob_token_ids) or params.logprobs or 0
     num_prompt = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
-    return num_prompt + (0 if params.logprobs is None else params.max_tokens * (1 + params.logprobs))
+    return num_prompt + (0 if params.logprobs is None else params.max_tokens * (1 + num_top))

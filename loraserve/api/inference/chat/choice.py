@@ -113,7 +113,7 @@ class ChatChoice:
         return chat_logprobs(
             self._context.tokenizer,
             chunk.logprobs,
-            self._body.top_logprobs,
+            len(self._body.logprob_token_ids) or self._body.top_logprobs,
             as_ids=self._body.return_tokens_as_token_ids,
         )
 

@@ -45,6 +45,8 @@ from loraserve.text.chat_format import ChatFormat, ToolUse
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
 
+_VERBOSITY = "verbosity"
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -103,6 +105,10 @@ class ChatPrompt:
         chat_format = await services.version_chats.chat_format(caller.tenant, model.binding.adapter)
         thinking = ThinkingSettings(body)
         variables, unread = thinking.variables(chat_format)
+        if body.verbosity is not None and chat_format.template.reads(_VERBOSITY):
+            variables[_VERBOSITY] = body.verbosity
+        elif body.verbosity in ("low", "high"):
+            unread = (*unread, _VERBOSITY)
         ignored = (*ignored, *unread)
         reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes, model.tokenizer)
         tool_use = await reader.run(

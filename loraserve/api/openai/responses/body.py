@@ -52,6 +52,7 @@ FIELDS: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "verbosity": "text.verbosity",
 }
 """A chat's fields that a response calls otherwise."""
 
@@ -129,8 +130,6 @@ def check_body(body: ResponseBody) -> tuple[str, ...]:
     verbosity = fields_of(body.text, "text", ("format", "verbosity")).get("verbosity")
     if verbosity not in (None, "low", "medium", "high"):
         raise InvalidRequest("text.verbosity should be low, medium or high.", param="text.verbosity")
-    if verbosity in ("low", "high"):
-        ignored.append("text.verbosity")
     # reasoning comes whole, not as a summary
     return (*ignored, *(f"reasoning.{name}" for name in reasoning))
 
@@ -154,6 +153,7 @@ def chat_body(body: ResponseBody, messages: Sequence[Mapping[str, Any]], tools: 
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_chat_format(body.text),
         reasoning_effort=(body.reasoning or {}).get("effort"),
+        verbosity=(body.text or {}).get("verbosity"),
         chat_template_kwargs=body.chat_template_kwargs,
     )
 

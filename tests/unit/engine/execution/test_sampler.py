@@ -118,6 +118,17 @@ def test_step_rows_give_likeliest_token_unless_requested_otherwise():
     assert [i for i, result in enumerate(results) if result.logprobs] == [7]
 
 
+def test_named_tokens_replace_likeliest():
+    request = make_request(tokens=[1, 2], logprobs=1, logprob_token_ids=(3, 1))
+    last = ScheduledRequest(request, 1, 1, is_sampled=True, is_scored=False, epoch=0)
+    (result,) = sampled_together([[4.0, 3.0, 2.0, 1.0]], [last])
+    (entry,) = result.logprobs or ()
+    scores = torch.log_softmax(torch.tensor([4.0, 3.0, 2.0, 1.0]), dim=0)
+    assert [token for token, _ in entry.top] == [3, 1]
+    assert [value for _, value in entry.top] == pytest.approx([float(scores[3]), float(scores[1])])
+    assert (entry.token_id, entry.logprob) == (0, pytest.approx(float(scores[0])))
+
+
 def test_prompt_pieces_are_scored_and_last_is_sampled():
     request = make_request(tokens=[1, 0, 1], prompt_logprobs=0)
     piece = ScheduledRequest(request, 0, 1, is_sampled=False, is_scored=True, epoch=0)

@@ -23,7 +23,7 @@ export function path(...parts) {
 }
 
 function headersOf(key, tenant, more) {
-  const headers = { Authorization: `Bearer ${key}`, ...more };
+  const headers = { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...more };
   if (tenant) headers["X-Tenant"] = tenant;
   return headers;
 }

@@ -119,7 +119,7 @@ async function keepFollowing(signal) {
         live.set({ state: "live", now: data, samples });
       }
     } catch (error) {
-      if (signal.aborted || !session.value.key) return;
+      if (signal.aborted || session.value.key === null) return;
       live.set({ ...live.value, state: "away", why: error.message });
     }
     await new Promise((wake) => setTimeout(wake, AGAIN_MS[Math.max(0, Math.min(failures, AGAIN_MS.length - 1))]));

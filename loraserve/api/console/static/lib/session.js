@@ -8,8 +8,11 @@ export const REVOKED =
   "You were signed out: the server doesn't accept this key any more. It was revoked or it expired, " +
   "or its tenant was deleted. Sign in with another key.";
 
+// An empty key: the server requires none (--no-auth), so that nobody signs in.
+const FIRST_KEY = document.documentElement.dataset.auth === "none" ? "" : null;
+
 export const session = new Store({
-  key: sessionStorage.getItem(KEY),
+  key: sessionStorage.getItem(KEY) ?? FIRST_KEY,
   tenant: sessionStorage.getItem(TENANT),
   me: null,
   notice: null,
@@ -23,7 +26,7 @@ export function signIn(key, me) {
 export function signOut(notice = null) {
   sessionStorage.removeItem(KEY);
   sessionStorage.removeItem(TENANT);
-  session.set({ key: null, tenant: null, me: null, notice });
+  session.set({ key: FIRST_KEY, tenant: null, me: null, notice });
 }
 
 export function knowMe(me) {
