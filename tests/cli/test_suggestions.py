@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,12 @@ def test_pushing_base_folder_names_serve(here: Run) -> None:
 
 
 def test_push_takes_name_of_folder(here: Run, client: Client, sql_dir: Path, tmp_path: Path) -> None:
-    done = here("adapter", "push", sql_dir)
+    folder = tmp_path / "named-by-folder"
+    shutil.copytree(sql_dir, folder)
+    done = here("adapter", "push", folder)
     assert done.code == 0
-    assert f"Pushing it as {sql_dir.name}, its folder's name" in done.stderr
-    assert client.adapters.get(sql_dir.name).latest_version == 1
+    assert "Pushing it as named-by-folder, its folder's name" in done.stderr
+    assert client.adapters.get("named-by-folder").latest_version == 1
     for odd in (tmp_path / "my adapter", tmp_path / ".hidden"):
         odd.mkdir()
         refused = here("adapter", "push", odd)
