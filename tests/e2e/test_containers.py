@@ -176,4 +176,5 @@ def check_containers(server: ServerProcess, base: Path, folder: Path) -> None:
         refused = server.run("adapter", "push", str(target), "--name", name)
         assert (refused.returncode != 0, words in " ".join(refused.stderr.split())) == (True, True), refused.stderr
     whole = server.run("adapter", "push", str(base), "--name", "whole")
-    assert (whole.returncode != 0, "serve it as a base" in " ".join(whole.stderr.split())) == (True, True)
+    words = " ".join(whole.stderr.split())
+    assert (whole.returncode != 0, f"loraserve serve {base}" in words) == (True, True), words

@@ -25,8 +25,7 @@ FEW = tuple(range(40, 46))
 """Tokens that answers are made of, so that they repeat themselves."""
 WAYS: list[dict[str, object]] = [
     {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 0.0, "logprobs": 0, "logprob_token_ids": (3, 1)},
-    {"temperature": 0.0, "allowed_token_ids": FEW, "logprobs": 1},
+    {"temperature": 0.0, "allowed_token_ids": FEW, "logprobs": 1, "logprob_token_ids": (3, 1)},
     {"temperature": 1.0, "allowed_token_ids": FEW[:2]},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "min_p": 0.01, "allowed_token_ids": FEW, "logprobs": 0},
     {"temperature": 0.0, "allowed_token_ids": FEW, "repetition_penalty": 1.05},
