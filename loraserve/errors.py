@@ -87,7 +87,8 @@ status.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class LoraserveError(Exception):
@@ -507,6 +508,13 @@ def timeout_error(timeout_s: float) -> DeadlineExceeded:
         f"The request got no token within its timeout of {timeout_s:g} s.",
         hint="Try again later, or set a longer timeout.",
     )
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Find the known word that a mistyped one may mean, in any case; None: none is near."""
+    by_key = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(word.lower(), by_key, n=1)
+    return by_key[found[0]] if found else None
 
 
 def error_from_code(code: str, message: str) -> LoraserveError:

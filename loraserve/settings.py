@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -32,7 +31,7 @@ from pydantic_settings import (
 )
 
 from loraserve.config import EngineConfig
-from loraserve.errors import ConfigError
+from loraserve.errors import ConfigError, closest
 from loraserve.hub import HubAddress, is_hub
 from loraserve.limits import (
     DEFAULT_EPHEMERAL_BYTES,
@@ -706,9 +705,8 @@ def _literals(problem: Mapping[str, Any]) -> list[str]:
 
 def _guess(word: object, known: Iterable[str]) -> str:
     """Format the known word that may be meant by a mistyped one; empty: none is near."""
-    by_key = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(word.lower(), by_key, n=1) if isinstance(word, str) else []
-    return f" (did you mean {by_key[found[0]]}?)" if found else ""
+    found = closest(word, known) if isinstance(word, str) else None
+    return "" if found is None else f" (did you mean {found}?)"
 
 
 def _known(cls: type[Settings]) -> str:

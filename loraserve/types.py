@@ -270,6 +270,12 @@ class BaseSpec(Struct, frozen=True):
     module_layers: Mapping[str, tuple[int, ...]] = {}
     """Module → the layers that have it, where some lack it: recurrent ones don't attend."""
 
+    has_recurrent_state: bool = False
+    """Whether layers keep a state of all tokens before, in the place of keys and values.
+
+    A state can't go back: no tokens are proposed, and prefixes are reused up to a snapshot of it.
+    """
+
     @property
     def fingerprint(self) -> str:
         """OpenAI's ``system_fingerprint``: what computes answers, ``fp_1f0c9a3e_w8a8-row-h64``.
@@ -278,12 +284,6 @@ class BaseSpec(Struct, frozen=True):
         (the dtype, where no weight was loaded).
         """
         return f"fp_{self.digest[:8]}_{self.arithmetic or self.dtype}"
-
-    has_recurrent_state: bool = False
-    """Whether layers keep a state of all tokens before, in the place of keys and values.
-
-    No prefix cache and no proposed tokens then: a state can't go back.
-    """
 
     @property
     def module_shapes(self) -> Mapping[str, tuple[int, int]]:

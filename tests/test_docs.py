@@ -91,6 +91,30 @@ def test_page_of_errors_has_each_code() -> None:
     assert {code: found for code, found in shown.items() if statuses[code.strip("`")] != found} == {}
 
 
+@pytest.mark.parametrize("page", ["errors.md", "formats.md", "migrating.md"])
+def test_commands_of_page_exist(page: str) -> None:
+    import typer.main
+
+    from loraserve.cli.main import app
+
+    texts = re.findall(r"`(loraserve [a-z][^`]*)`|^\$ (loraserve [^#\n]*)", (DOCS / page).read_text(), re.MULTILINE)
+    lines = [part.strip() for one in texts for part in "".join(one).split("&&") if "…" not in part]
+    assert len(lines) > 2
+    for line in lines:
+        command: Any = typer.main.get_command(app)
+        _, *words = shlex.split(line.replace("\\|", "|"))
+        context = command.context_class(command)
+        while hasattr(command, "resolve_command"):
+            _, command, words = command.resolve_command(context, words)
+            context = command.context_class(command, context)
+        try:
+            command.make_context("it", words, parent=context)
+        except typer.BadParameter as error:
+            # some name the command alone
+            if type(error).__name__ != "MissingParameter":
+                pytest.fail(f"{line}: {error}")
+
+
 def test_charts_match_newest_results(tools: None) -> None:
     charts = __import__("charts")
     for name, text in charts.charts().items():

@@ -6,15 +6,16 @@ they hold.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from loraserve import errors
 
 VALUES: dict[type, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 """Names of values by type, for options without a metavar."""
@@ -62,16 +63,9 @@ def _guessing() -> Iterator[None]:
     except typer.BadParameter as error:
         found = _NO_CHOICE.fullmatch(error.message)
         if found is not None:
-            guess = closest(found["value"], re.findall(r"'([^']*)'", found["choices"]))
+            guess = errors.closest(found["value"], re.findall(r"'([^']*)'", found["choices"]))
             error.message = found["words"] + ("" if guess is None else f" Did you mean {guess!r}?")
         raise
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """Find the known word that may be meant by a mistyped one, in any case; None: none is near."""
-    by_key = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(word.lower(), by_key, n=1)
-    return by_key[found[0]] if found else None
 
 
 def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve import errors
-from loraserve.cli.help import closest
 from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
@@ -109,6 +108,6 @@ def _add_guess(error: errors.NotFound, client: Client, named: Mapping[str, str])
     except errors.LoraserveError:
         # the error that is known says more
         return
-    guess = closest(name, known[:_MAX_COMPARED])
+    guess = errors.closest(name, known[:_MAX_COMPARED])
     if guess is not None and guess != name:
         error.hint = " ".join(filter(None, (f"Did you mean {guess}{at}{rest}?", error.hint)))

@@ -41,7 +41,7 @@ def _layer_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
-    """Where a step finds a sequence's state, and what it keeps of it.
+    """Places of a sequence's state in a step.
 
     Attributes:
         slot: where the state advances.

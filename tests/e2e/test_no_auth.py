@@ -30,7 +30,7 @@ def test_local_server_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert server.stop() == 0
 
 
-def test_other_address_needs_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_address_needs_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORASERVE_API_KEY", raising=False)
     server = ServerProcess(tmp_path / "data", flags=(*FLAGS, "--no-auth", "--host", "0.0.0.0"))
     refused = server.run("serve")

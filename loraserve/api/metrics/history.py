@@ -25,7 +25,7 @@ NONE = math.nan
 
 
 class HistoryPoint(NamedTuple):
-    """What happened until an instant; `NONE` stands for what wasn't measured.
+    """Figures of requests at an instant; `NONE` stands for what wasn't measured.
 
     Attributes:
         tokens_per_s: since the point before.
@@ -57,7 +57,7 @@ _TENANTS_AT_ONCE = 32
 
 
 class _Counts(NamedTuple):
-    """What a tally had counted at an instant."""
+    """Counts of a tally at an instant."""
 
     at_s: float
     num_ended: int

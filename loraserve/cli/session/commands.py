@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -182,5 +181,5 @@ def _shown(value: object) -> str:
 
 
 def _guess(word: str, known: Sequence[str] | dict[str, Callable[[str], object]]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {close[0]}?" if close else ""
+    found = errors.closest(word, known)
+    return "" if found is None else f" Did you mean {found}?"

@@ -5,9 +5,10 @@ Omitted ones take the server's default.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
+
+from loraserve.errors import closest
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
@@ -147,8 +148,8 @@ def merge(
     names = known.__annotations__.keys()
     for name in fields:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            guess = f" Did you mean {close[0]}?" if close else ""
+            found = closest(name, names)
+            guess = "" if found is None else f" Did you mean {found}?"
             raise TypeError(
                 f"create() has no argument {name!r}.{guess} Pass fields that this client doesn't have in extra_body=."
             )

@@ -335,7 +335,7 @@ async def test_error_in_stream_is_last_line(client: httpx2.AsyncClient, engine: 
         assert not any(line.get("done") for line in lines)
 
 
-async def test_chat_is_billed_as_in_other_forms(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_chat_is_billed_as_openais(client: httpx2.AsyncClient, services: Services) -> None:
     assert services.usage is not None
     options = {"num_predict": 7}
     amounts = set()

@@ -1,4 +1,4 @@
-"""What Ollama's routes refuse: each is named, in Ollama's form, and reaches no engine."""
+"""Refusals of Ollama's routes: each is named, in Ollama's form, and reaches no engine."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_unfinished_snapshot_is_refused() -> None:
             states.step([StateUse(1, resumed=0)], [border], [12])
 
 
-def test_snapshot_of_other_token_is_refused() -> None:
+def test_snapshot_of_wrong_token_is_refused() -> None:
     states = RecurrentStates(SHAPES, 2, 1)
     write_parts(states, StateUse(0, kept=((4, 0),)), 0, 6)
     with pytest.raises(InvariantViolation, match="snapshot 0 has seen 4 tokens"):
