@@ -20,7 +20,7 @@ from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora import experts as cpu_experts
 from loraserve_kernels.cpu.program import program
-from loraserve_kernels.cpu.sampling import likeliest as sampling
+from loraserve_kernels.cpu.sampling import drawing, likeliest
 from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
@@ -233,4 +233,5 @@ def _bind_kernels() -> None:
     cpu_attention.warm_up()
     gemm.warm_up()
     program.warm_up()
-    sampling.warm_up()
+    likeliest.warm_up()
+    drawing.warm_up()

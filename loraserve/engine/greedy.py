@@ -19,11 +19,6 @@ def has_penalties(params: SamplingParams) -> bool:
     )
 
 
-def takes_likeliest(params: SamplingParams) -> bool:
-    """Check whether the likeliest token is taken, by logits as the model gives them."""
-    return (
-        params.temperature <= MIN_TEMPERATURE
-        and not params.logit_bias
-        and not params.allowed_token_ids
-        and not has_penalties(params)
-    )
+def reads_logits_alone(params: SamplingParams) -> bool:
+    """Check whether tokens are chosen by logits as the model gives them."""
+    return not params.logit_bias and not params.allowed_token_ids and not has_penalties(params)

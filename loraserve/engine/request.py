@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from loraserve.engine.greedy import takes_likeliest
+from loraserve.engine.greedy import MIN_TEMPERATURE, reads_logits_alone
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -115,12 +115,15 @@ class Request:
     Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants. It
     is stored because a step reads it several times of each running request.
     """
+    reads_logits_alone: bool = field(init=False)
+    """Whether each token is chosen by logits as the model gives them."""
     takes_likeliest: bool = field(init=False)
     """Whether each token is the likeliest of those that may be taken."""
 
     def __post_init__(self) -> None:
         self.is_internal = self.probe is not None
-        self.takes_likeliest = takes_likeliest(self.params)
+        self.reads_logits_alone = reads_logits_alone(self.params)
+        self.takes_likeliest = self.reads_logits_alone and self.params.temperature <= MIN_TEMPERATURE
 
     @property
     def prompt_token_ids(self) -> list[int]:

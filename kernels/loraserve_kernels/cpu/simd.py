@@ -27,6 +27,7 @@ from numba.extending import intrinsic, register_model
 
 from loraserve_kernels.cpu import vector_code as code
 from loraserve_kernels.cpu.vector_code import (
+    DOUBLE,
     FEATURES,
     FLOAT,
     INT8,
@@ -137,6 +138,38 @@ def load_int32(typingctx: Any, address: Any, index: Any) -> Any:
         return builder.sext(builder.load(pointer_to(builder, args[0], args[1], INT32)), INT64)
 
     return types.int64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_int(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write an int64 to element `index` of the array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], pointer_to(builder, args[0], args[1], INT64))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.int64), codegen
+
+
+@intrinsic
+def load_double(typingctx: Any, address: Any, index: Any) -> Any:
+    """Element `index` of the float64 array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(pointer_to(builder, args[0], args[1], DOUBLE))
+
+    return types.float64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_double(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write a float64 to element `index` of the array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], pointer_to(builder, args[0], args[1], DOUBLE))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float64), codegen
 
 
 @intrinsic

@@ -29,7 +29,7 @@ LANES: int = 16 if "avx512f" in FEATURES else 8
 LINE_BYTES = 64
 """Bytes that a processor reads from memory together."""
 
-FLOAT = ir.FloatType()
+FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 INT8, INT16, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)

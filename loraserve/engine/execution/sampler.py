@@ -15,11 +15,9 @@ from loraserve.engine.greedy import MIN_TEMPERATURE
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import InvariantViolation
-from loraserve.types import SamplingParams, ThinkingBudget, TokenLogprobs
+from loraserve.types import ThinkingBudget, TokenLogprobs
+from loraserve_kernels.cpu.sampling.drawing import Draw, draw
 from loraserve_kernels.cpu.sampling.likeliest import NOT_FINITE, likeliest
-
-_TOP_P_CANDIDATES = 1024
-"""Tokens that top-p sorts first; they nearly always hold the mass that it needs."""
 
 _MAX_BLANKS = 4
 """Tokens of white space that an answer may have before its reasoning."""
@@ -104,14 +102,19 @@ class Sampler:
             ):
                 constraint.wanted = greedy[end - 1]
         wait_for_masks(batch.entries)
-        results = []
+        results, drawn = list[StepResult](), list[tuple[int, int, Draw]]()
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             if start == end:
                 results.append(StepResult())
                 continue
             if _is_plain(entry) and greedy[start] != NOT_FINITE:
-                results.append(StepResult((greedy[start],)))
-                continue
+                if entry.request.takes_likeliest:
+                    results.append(StepResult((greedy[start],)))
+                    continue
+                if logits.shape[1] == self._vocab_size:
+                    drawn.append((len(results), start, _draw_of(entry.request, entry.end)))
+                    results.append(StepResult())
+                    continue
             # what follows a row that isn't finite isn't sampled: only a later step may fail for it
             rows = greedy[start:end]
             num_finite = rows.index(NOT_FINITE) if NOT_FINITE in rows else end - start
@@ -120,6 +123,10 @@ class Sampler:
             else:
                 own = self._own(entry.request, logits)
                 results.append(self._sample_entry(entry, own, greedy, start, start + num_finite))
+        if drawn:
+            tokens = draw(logits, [row for _, row, _ in drawn], [of_row for _, _, of_row in drawn])
+            for (index, _, _), token_id in zip(drawn, tokens, strict=True):
+                results[index] = StepResult((token_id,))
         return results
 
     def _look_at_extra(self, logits: Tensor, batch: Batch, greedy: list[int]) -> None:
@@ -258,7 +265,7 @@ class Sampler:
         row = chosen_from
         if params.temperature <= MIN_TEMPERATURE:
             return int(row.argmax())
-        return draw(row, params, uniform(params.seed, place.position))
+        return draw(row[None], (0,), (_draw_of(request, place.position),))[0]
 
     def end_tokens(self, request: Request, position: int) -> list[int]:
         """List the tokens that the request's answer mustn't end with yet, at a position.
@@ -324,53 +331,6 @@ def _after_opener(budget: ThinkingBudget, first: Sequence[int]) -> int | None:
     return None
 
 
-def draw(row: Tensor, params: SamplingParams, u: float) -> int:
-    """Find the token at which the distribution's running sum passes ``u``.
-
-    Args:
-        row: [vocab_size] float32 logits, penalties applied.
-        u: in [0, 1).
-
-    The distribution is softmax(row / temperature), cut to the `top_k` likeliest tokens, then to the
-    fewest that hold `top_p` of the rest, then to those with `min_p` times the largest probability:
-    the order of transformers and vLLM.
-    """
-    candidates, probabilities = _candidates(row / params.temperature, params.top_k, params.top_p)
-    keep = len(probabilities)
-    if params.top_p < 1.0:
-        # The token that crosses top_p stays.
-        mass_before = probabilities.cumsum(0) - probabilities
-        keep = max(1, int((mass_before < params.top_p * probabilities.sum()).sum()))
-    probabilities = probabilities[:keep]
-    if params.min_p > 0.0:
-        probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
-    cumulative = probabilities.cumsum(0)
-    index = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
-    index = min(index, int(probabilities.nonzero()[-1]))
-    return index if candidates is None else int(candidates[index])
-
-
-def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None, Tensor]:
-    """Compute token ids (None: all, in order) and float64 probabilities, sorted if cut."""
-    vocab_size = scaled.shape[0]
-    # float64: a running sum over a whole vocabulary must not lose the tail.
-    probabilities = torch.softmax(scaled.double(), dim=0)
-    if 0 < top_k < vocab_size:
-        values, ids = probabilities.topk(top_k)
-        return ids, values
-    if top_p >= 1.0:
-        return None, probabilities
-    count = min(_TOP_P_CANDIDATES, vocab_size)
-    values, ids = probabilities.topk(count)
-    if count < vocab_size and float(values.sum()) < top_p:
-        values, ids = probabilities.sort(descending=True, stable=True)
-    else:
-        # cut against the whole mass, not the candidates' own
-        rest = torch.zeros(1, dtype=values.dtype) + max(0.0, 1.0 - float(values.sum()))
-        values, ids = torch.cat([values, rest]), torch.cat([ids, ids[-1:]])
-    return ids, values
-
-
 def wait_for_masks(entries: Sequence[ScheduledRequest]) -> None:
     """Wait for the masks of the entries that are sampled, within a bound."""
     constraints = [
@@ -400,15 +360,21 @@ def without_mask(entry: ScheduledRequest) -> StepResult | None:
     return None
 
 
+def _draw_of(request: Request, position: int) -> Draw:
+    """Describe how the token at a position of a sequence is drawn."""
+    params = request.params
+    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform(params.seed, position))
+
+
 def _is_plain(entry: ScheduledRequest) -> bool:
-    """Check whether the entry's one row gives its likeliest token, and nothing else.
+    """Check whether the entry's one row gives a token by its logits alone, and nothing else.
 
     That is so of nearly all, which skip everything that others may request.
     """
     request = entry.request
     params = request.params
     return (
-        request.takes_likeliest
+        request.reads_logits_alone
         and request.constraint is None
         and params.logprobs is None
         and params.max_tokens > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 STEP_KERNELS = (
     "attend",
+    "draw_tokens",
     "norm_rows",
     "gate_rows",
     "turn_and_store",
@@ -33,6 +34,7 @@ KERNELS: Mapping[str, tuple[str, str]] = {
     "gate_rows": ("program.gate_kernel", "compiled"),
     "turn_and_store": ("program.rotary_kernel", "compiled"),
     "store_kv": ("attention.store_kernel", "compiled"),
+    "draw_tokens": ("sampling.drawing_kernel", "compiled"),
     "find_likeliest": ("sampling.likeliest_kernel", "compiled"),
     "run_kernels": ("program.runner", "compiled"),
     "gather_rows": ("program.gather_kernel", "compiled"),

@@ -5,19 +5,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loraserve.engine.execution.sampler import Place, Sampler, _apply_penalties, _restrict, draw, uniform
+from loraserve.engine.execution.sampler import Place, Sampler, _apply_penalties, _restrict, uniform
 from loraserve.engine.greedy import has_penalties
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.types import SamplingParams
+from loraserve_kernels.cpu.sampling.drawing import Draw, draw, draw_torch
 
 from ..conftest import make_request
 
 INF = float("inf")
 
 
+def token_of(row: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+    """Draw a token by the kernel, whose rows are wider, and by torch, which agree."""
+    of_row = Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
+    wide = torch.cat([row, torch.full((16,), -INF)])
+    (token,) = draw(wide[None], (0,), (of_row,))
+    # torch's order of equal logits isn't defined
+    assert row[draw_torch(row, of_row)] == row[token]
+    return token
+
+
 def shares(logits: list[float], params: SamplingParams, count: int = 4000) -> dict[int, float]:
     row = torch.tensor(logits)
-    drawn = Counter(draw(row, params, uniform(1, position)) for position in range(count))
+    drawn = Counter(token_of(row, params, uniform(1, position)) for position in range(count))
     return {token: n / count for token, n in sorted(drawn.items())}
 
 
@@ -70,13 +81,13 @@ def test_cuts_keep_the_likeliest_tokens(params, expected):
 def test_top_p_over_flat_vocabulary_keeps_share():
     row = torch.zeros(4000)
     params = SamplingParams(top_p=0.5)
-    assert max(draw(row, params, u / 100) for u in range(100)) in range(1900, 2001)
+    assert max(token_of(row, params, u / 100) for u in range(100)) in range(1900, 2001)
 
 
 def test_draw_at_very_end_is_allowed_token():
     row = torch.tensor([0.0, 0.0, -float("inf"), -float("inf")])
-    assert draw(row, SamplingParams(), 1 - 2**-53) == 1
-    assert draw(row, SamplingParams(top_p=0.999), 1 - 2**-53) in (0, 1)
+    assert token_of(row, SamplingParams(), 1 - 2**-53) == 1
+    assert token_of(row, SamplingParams(top_p=0.999), 1 - 2**-53) in (0, 1)
 
 
 def test_penalties_follow_definitions():
