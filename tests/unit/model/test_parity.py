@@ -201,8 +201,8 @@ def differences(drawn: Drawn, rows: list[Row]) -> list[float]:
 
 
 def own_error(row: Row) -> float:
-    """How far float32 may be from float64: PEFT's own error, or what half a unit in the last place of
-    each weight changes, in three draws.
+    """How far float32 may be from float64: PEFT's own error, or what half a unit in the last place
+    of each weight changes, in three draws.
 
     Attention whose scores are in the thousands (an untrained LoHa's) makes a hundred times as much
     of a rounding as others. A single order of additions, PEFT's, may be lucky.
