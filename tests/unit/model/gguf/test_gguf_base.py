@@ -158,7 +158,7 @@ def test_quantized_weights_are_taken_as_stored(kind: str, form: str, tmp_path: P
     assert difference(file, dequantized(model, form)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
 def test_types_of_large_blocks_are_served(name: str, tmp_path: Path) -> None:
     # llama.cpp's package reads them, and doesn't write them
     model = built("llama", hidden_size=256, intermediate_size=512, head_dim=64)
