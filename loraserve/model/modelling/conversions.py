@@ -23,6 +23,7 @@ class Conversions:
     Attributes:
         targets: name in the checkpoint → name in the model, of those that stand for one tensor.
         gathered: name in the checkpoint → first name in the model of what it becomes a part of.
+        apart: name in the checkpoint → name that it would have in the model by itself, of those.
         ignored: names in the checkpoint that the model leaves out.
     """
 
@@ -42,17 +43,25 @@ class Conversions:
         self._held: dict[str, dict[str, Tensor]] = {}
         self.targets: dict[str, str] = {}
         self.gathered: dict[str, str] = {}
+        self.apart: dict[str, str] = {}
         self.ignored: set[str] = set()
         for name in names:
             target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
             if pattern is not None:
                 self.gathered[name], self._patterns[name] = target, pattern
+                self.apart[name] = rename_source_key(name, renamings, [], model.base_model_prefix, parameters)[0]
                 self._groups.setdefault(target, copy.deepcopy(by_pattern[pattern]))
             elif target not in parameters and any(one.search(target) for one in ignored):
                 self.ignored.add(name)
             else:
                 self.targets[name] = target
         self._num_missing = Counter(self.gathered.values())
+
+    def leave(self, prefix: str) -> None:
+        """Merge no tensors whose names apart begin so: each stands for itself."""
+        for name in [name for name, apart in self.apart.items() if apart.startswith(prefix)]:
+            self.targets[name] = self.apart.pop(name)
+            self._num_missing[self.gathered.pop(name)] -= 1
 
     def merged(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
         """Keep a tensor until the others that it is merged with are there.

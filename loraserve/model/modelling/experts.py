@@ -7,7 +7,7 @@ linears have, to which the step's adapters add. How gate and up become one is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from loraserve.adapters.format.expert_names import PARAMETERS
 from loraserve.errors import MissingTensor, ModelError, ShapeMismatch
+from loraserve.model.checkpoint.blueprint import ModulePlan, SiteKind, SitePlan
+from loraserve.model.checkpoint.site import MakeLinear, Site, make_site
 from loraserve.model.checkpoint.stored_weights import ExpectedTensor, StoredWeight
 from loraserve.model.config.quantization_scheme import Layout, Scheme
 from loraserve.model.layers.experts import Expert, mixed
@@ -33,7 +35,6 @@ from loraserve_kernels.ops import apply_expert_lora
 GATE_UP, DOWN = (name for name, _ in PARAMETERS)
 _BLOCK_BYTES = MXFP4_GROUP_SIZE // 2
 
-MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
 Round = Callable[[Tensor], Tensor | QuantizedWeight]
 
 
@@ -125,11 +126,11 @@ def experts_spec(placed: Sequence[PlacedExperts], num_layers: int) -> ExpertsSpe
     )
 
 
-def stored_experts(placed: PlacedExperts, prefix: str, names: Mapping[str, object]) -> dict[str, StoredWeight]:
+def stored_parameters(placed: PlacedExperts, path: str, names: Mapping[str, object]) -> dict[str, StoredWeight]:
     """Find the parameters that a checkpoint holds in MXFP4, by their paths.
 
     Args:
-        prefix: path of the layers.
+        path: the module's whole path.
         names: tensors of the checkpoint.
 
     Raises:
@@ -137,13 +138,13 @@ def stored_experts(placed: PlacedExperts, prefix: str, names: Mapping[str, objec
     """
     found = {}
     for parameter in (GATE_UP, DOWN):
-        path = f"{prefix}.{placed.layer}.{placed.path}.{parameter}"
-        if f"{path}_blocks" not in names:
+        whole = f"{path}.{parameter}"
+        if f"{whole}_blocks" not in names:
             continue
         rows, columns = placed.shape(parameter)
         if columns % MXFP4_GROUP_SIZE:
             raise ModelError(
-                f"{path} has {columns} inputs, which isn't a multiple of MXFP4's blocks, {MXFP4_GROUP_SIZE}.",
+                f"{whole} has {columns} inputs, which isn't a multiple of MXFP4's blocks, {MXFP4_GROUP_SIZE}.",
                 hint="Check config.json.",
             )
         groups = (placed.num_experts, rows, columns // MXFP4_GROUP_SIZE)
@@ -152,11 +153,11 @@ def stored_experts(placed: PlacedExperts, prefix: str, names: Mapping[str, objec
             "_scales": ExpectedTensor((groups,), ("U8",)),
         }
         scheme = Scheme("mxfp4", Layout.MXFP4, MXFP4_GROUP_SIZE)
-        found[path] = StoredWeight(path, scheme, rows, columns, tensors, num_scales=groups[2])
+        found[whole] = StoredWeight(whole, scheme, rows, columns, tensors, num_scales=groups[2])
     return found
 
 
-class ExpertsSite:
+class ParametersSite:
     """Gathers a layer's parameters of all experts until their linears can be made.
 
     Args:
@@ -271,6 +272,84 @@ def _scales(name: str, exponents: Tensor) -> Tensor:
             hint="Fetch the checkpoint again.",
         )
     return scales
+
+
+_LINEARS = {"gate_proj": GATE_UP, "up_proj": GATE_UP, "down_proj": DOWN}
+"""Linear of a single expert, by the names that most checkpoints have → its parameter."""
+
+
+def stored_linears(
+    placed: PlacedExperts,
+    path: str,
+    names: Iterable[str],
+    find: Callable[[str, tuple[int, int]], StoredWeight | None],
+) -> dict[str, StoredWeight]:
+    """Find the linears of single experts that a checkpoint holds quantized, by their paths.
+
+    Args:
+        path: the module's whole path.
+        names: tensors of the checkpoint.
+        find: returns how the linear of a path and a shape is stored; None: in a float dtype.
+    """
+    is_apart = any(name.startswith(f"{path}.0.gate_proj.") for name in names)
+    if placed.is_transposed or placed.has_bias or not is_apart:
+        return {}
+    inner, hidden = placed.intermediate_size, placed.hidden_size
+    found = {}
+    for number in range(placed.num_experts):
+        for name, parameter in _LINEARS.items():
+            shape = (inner, hidden) if parameter == GATE_UP else (hidden, inner)
+            weight = find(f"{path}.{number}.{name}", shape)
+            if weight is not None:
+                found[weight.path] = weight
+    return found
+
+
+class LinearsSite:
+    """Gathers the linears of a layer's single experts, some of which are stored quantized.
+
+    Args:
+        path: the module's whole path.
+        dtype: of those in floats.
+
+    Attributes:
+        sinks: what takes each tensor, by its name.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedExperts,
+        path: str,
+        stored: Mapping[str, StoredWeight],
+        *,
+        make: MakeLinear,
+        dtype: torch.dtype,
+    ) -> None:
+        self.placed, self._path = placed, path
+        self._sites: list[tuple[str, Site]] = []
+        self.sinks: dict[str, Callable[[Tensor], None]] = {}
+        for number in range(placed.num_experts):
+            for parameter in (GATE_UP, DOWN):
+                rows, columns = placed.shape(parameter)
+                names = [f"{path}.{number}.{name}" for name, of in _LINEARS.items() if of == parameter]
+                modules = tuple(ModulePlan(name, rows // len(names), False) for name in names)
+                plan = SitePlan(SiteKind.EXPERT, placed.layer, "", modules, columns, "none")
+                site, sinks = make_site(plan, stored, make=make, dtype=dtype, rotation=0, device=torch.device("cpu"))
+                self._sites.append((names[0], site))
+                self.sinks |= sinks
+
+    def experts(self) -> list[Expert]:
+        """Return the experts, after all tensors were put.
+
+        Raises:
+            MissingTensor: some weren't.
+        """
+        linears = []
+        for name, site in self._sites:
+            if site.linear is None:
+                raise MissingTensor(f"The checkpoint lacks a part of {name}.", hint="Fetch the checkpoint again.")
+            linears.append(site.linear)
+        return [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)]
 
 
 class AdaptedExperts(nn.Module):

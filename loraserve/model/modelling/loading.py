@@ -40,19 +40,21 @@ from loraserve.model.checkpoint.site import Site, make_site, return_free_memory
 from loraserve.model.checkpoint.stored_weights import StoredWeight, find_stored_weight
 from loraserve.model.config.formats import Rotations, group_size
 from loraserve.model.config.model_config import read_end_tokens, read_object
-from loraserve.model.config.quantization_config import QuantizationConfig, parse_quantization
+from loraserve.model.config.quantization_config import Layout, QuantizationConfig, parse_quantization
 from loraserve.model.layers.linears import Linear, quantize_weight
 from loraserve.model.modelling.conversions import Conversions
 from loraserve.model.modelling.experts import (
     DOWN,
     GATE_UP,
     AdaptedExperts,
-    ExpertsSite,
+    LinearsSite,
+    ParametersSite,
     PlacedExperts,
     ReferenceExperts,
     experts_spec,
     place_experts,
-    stored_experts,
+    stored_linears,
+    stored_parameters,
 )
 from loraserve.model.modelling.first_batch import check_first_batch
 from loraserve.model.modelling.modelled_base import ModelledBase
@@ -204,7 +206,7 @@ class _Loader:
         self._conversions = Conversions(model, list(checkpoint.tensors))
         self._sites: dict[tuple[int, str], Site] = {}
         self._head_site: Site | None = None
-        self._expert_sites: list[ExpertsSite] = []
+        self._expert_sites: list[ParametersSite | LinearsSite] = []
         self._experts: dict[int, AdaptedExperts] = {}
         self._sinks: dict[str, Callable[[Tensor], None]] = {}
         self._expert_sinks: dict[str, Callable[[Tensor], None]] = {}
@@ -238,9 +240,9 @@ class _Loader:
             for path, shape in shapes.items()
         }
         stored = {path: weight for path, weight in found.items() if weight is not None}
-        if self._quantization is not None and self._quantization.method == "mxfp4":
-            for experts in self._placed_experts:
-                stored |= stored_experts(experts, layers, tensors)
+        of_experts = self._stored_experts()
+        tensors = {self._conversions.targets.get(name, name): one for name, one in self._checkpoint.tensors.items()}
+        stored |= of_experts
         quantize = self._asked
         if stored:
             check_contradiction(
@@ -288,7 +290,7 @@ class _Loader:
             placed = site.placed
             adapted = AdaptedExperts(placed, site.experts(), self._step)
             self._experts[placed.layer] = adapted
-            _replace(model, f"{skeleton.layers_path}.{placed.layer}.{placed.path}", adapted)
+            _replace(model, self._path_of(placed), adapted)
         _replace(model, self._embedding_path, AdaptedEmbedding(embedding, scale, self._step))
         _replace(model, self._head_path, AdaptedHead(head_linear, head.in_features, self._step))
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -344,8 +346,43 @@ class _Loader:
         site = self._make_site(self._plan(SiteKind.LAYER, one.layer, one.slot or "", path, one, quantize))
         self._sites[one.layer, one.path] = site
 
+    def _stored_experts(self) -> dict[str, StoredWeight]:
+        """Find the experts' weights that the checkpoint holds quantized, by their paths.
+
+        Those of single experts aren't merged.
+        """
+        if self._quantization is None:
+            return {}
+        conversions, stored = self._conversions, dict[str, StoredWeight]()
+        tensors = {
+            conversions.apart.get(name) or conversions.targets.get(name, name): tensor
+            for name, tensor in self._checkpoint.tensors.items()
+        }
+
+        def find(path: str, shape: tuple[int, int]) -> StoredWeight | None:
+            return find_stored_weight(self._quantization, path, shape, tensors, has_bias=False)
+
+        for placed in self._placed_experts:
+            path = self._path_of(placed)
+            if self._quantization.method == "mxfp4":
+                stored |= stored_parameters(placed, path, tensors)
+            elif own := stored_linears(placed, path, tensors, find):
+                stored |= own
+                conversions.leave(f"{path}.")
+        return stored
+
+    def _path_of(self, placed: PlacedExperts) -> str:
+        return f"{self._skeleton.layers_path}.{placed.layer}.{placed.path}"
+
     def _add_experts(self, placed: PlacedExperts) -> None:
-        quantize, path = self._formats.quantize, f"{self._skeleton.layers_path}.{placed.layer}.{placed.path}"
+        quantize, path, stored = self._formats.quantize, self._path_of(placed), self._formats.stored
+        own = [weight for name, weight in stored.items() if name.startswith(f"{path}.") and weight.tensors]
+        if own and own[0].scheme.layout is not Layout.MXFP4:
+            linears = LinearsSite(placed, path, stored, make=self._backend.linear, dtype=self._gather_dtype)
+            self._sinks |= linears.sinks
+            self._unread.update(f"{weight.path}.{suffix}" for weight in own for suffix in weight.unread)
+            self._expert_sites.append(linears)
+            return
         if quantize != "none":
             # refuses a width before anything is read
             for parameter in (GATE_UP, DOWN):
@@ -356,9 +393,9 @@ class _Loader:
                 return weight.to(self._dtype)
             return quantize_weight(weight.float(), quantize, self._rotations.block(quantize, weight.shape[1]))
 
-        site = ExpertsSite(placed, path, make=self._backend.linear, round_=round_)
+        site = ParametersSite(placed, path, make=self._backend.linear, round_=round_)
         self._expert_sites.append(site)
-        self._expert_sinks |= site.sinks(self._formats.stored)
+        self._expert_sinks |= site.sinks(stored)
 
     def _make_site(self, plan: SitePlan) -> Site:
         site, sinks = make_site(
@@ -382,6 +419,7 @@ class _Loader:
         state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         linears = {f"{self._skeleton.layers_path}.{one.layer}.{one.path}" for one in self._placed} | {self._head_path}
         stored = self._formats.stored
+        linears |= {self._path_of(site.placed) for site in self._expert_sites if isinstance(site, LinearsSite)}
         plain = {
             name: shape
             for name, shape in state.items()
@@ -593,7 +631,7 @@ class _Loader:
         _replace(model, self._head_path, ReferenceHead(head.in_features, head.out_features, current))
         for placed in place_experts(skeleton):
             experts = ReferenceExperts(placed, self._experts[placed.layer].experts, current)
-            _replace(model, f"{skeleton.layers_path}.{placed.layer}.{placed.path}", experts)
+            _replace(model, self._path_of(placed), experts)
         for path, module in own.named_modules():
             if isinstance(module, (AdaptedLinear, AdaptedExperts, AdaptedEmbedding, AdaptedHead)):
                 continue

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
@@ -168,6 +169,23 @@ def test_types_of_large_blocks_are_served(name: str, tmp_path: Path) -> None:
         tensor.copy_(torch.from_numpy(quants.dequantize(raw[path], GGMLQuantizationType[name])))
     file = write_gguf(model, tmp_path / "base.gguf", name, raw=raw)
     assert difference(file, model) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", [type_.name for type_ in TYPES.values() if type_.name.startswith(("IQ1", "IQ2", "IQ3", "TQ"))]
+)
+def test_types_of_few_bits_are_refused_with_cure(name: str, tmp_path: Path) -> None:
+    model = built("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    size = next(type_ for type_ in TYPES.values() if type_.name == name)
+    raw = {
+        path: np.zeros((tensor.shape[0], tensor.shape[1] // size.block * size.num_bytes), dtype=np.uint8)
+        for path, tensor in model.state_dict().items()
+        if tensor.dim() == 2
+    }
+    file = write_gguf(model, tmp_path / "base.gguf", name, raw=raw)
+    with pytest.raises(LoraserveError, match=f'is "{name}"; expected one of Q4_0') as caught:
+        read_config(resolve_model_dir(str(file)))
+    assert "llama-quantize --allow-requantize FILE OUT Q4_K_M" in str(caught.value.hint)
 
 
 def test_gpu_refuses_types_without_kernel(tmp_path: Path) -> None:
