@@ -155,7 +155,6 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         dtype=dtype,
         max_model_len=max_model_len,
         size_bytes=sum(part.num_bytes for part in listed),
-        is_whole=grid.size == 1,
     )
     return BasePlan(model, device, dtype, max_model_len, listed, spec, grid, tuple(rank_bytes))
 

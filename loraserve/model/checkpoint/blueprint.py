@@ -145,20 +145,15 @@ class Blueprint:
             weight.out_features * weight.in_features for weight in self.stored.values()
         )
 
-    def spec(
-        self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int, is_whole: bool = True
-    ) -> BaseSpec:
+    def spec(self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int) -> BaseSpec:
         """Build the base's spec, which other packages read.
 
         Args:
             dtype: of what isn't quantized.
             size_bytes: what it takes once it is resident.
-            is_whole: whether one process has the whole base. Otherwise adapters can't change a
-                mixture of experts.
         """
         config, architecture = self.config, self.config.architecture
-        experts = _experts_spec(config) if is_whole else None
-        shared = shared_expert(config) if is_whole else {}
+        experts, shared = _experts_spec(config), shared_expert(config)
         return BaseSpec(
             id=id,
             digest=digest,

@@ -216,7 +216,6 @@ class _Loader:
             dtype=str(self._dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             size_bytes=facts.num_bytes,
-            is_whole=part is None and stage.is_first and stage.is_last,
         )
         if self._device == "cpu":
             log_choices()
