@@ -22,7 +22,6 @@ from loraserve.errors import (
     InvariantViolation,
     MissingTensor,
     ShapeMismatch,
-    UnexpectedTensor,
     UnknownArchitecture,
 )
 from loraserve.model.checkpoint.blueprint import (
@@ -68,6 +67,7 @@ from loraserve.model.modelling.skeleton import (
     read_modelled_config,
 )
 from loraserve.model.modelling.slots import Placed, place_linears
+from loraserve.model.modelling.tensor_check import TensorCheck, listed
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.quantized import QuantizedWeight
@@ -86,9 +86,6 @@ _NO_IDENTITY = (
     "use_cache",
 )
 """Fields of config.json that don't change what a base computes, or that its digest has anyway."""
-
-_FLOATS = ("BF16", "F16", "F32")
-"""Dtypes of tensors that hold weights themselves, not codes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +293,7 @@ class _Loader:
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if left:
             raise MissingTensor(
-                f"The checkpoint lacks {_listed(left)}, which transformers' {skeleton.architecture} has.",
+                f"The checkpoint lacks {listed(left)}, which transformers' {skeleton.architecture} has.",
                 hint="Fetch the checkpoint again, or check config.json.",
             )
         every = [
@@ -415,86 +412,21 @@ class _Loader:
 
     def _check_names(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Compare names and shapes, before a byte of weights is read."""
-        name_of_model, model = self._skeleton.architecture, self._skeleton.model
-        state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        linears = {f"{self._skeleton.layers_path}.{one.layer}.{one.path}" for one in self._placed} | {self._head_path}
-        stored = self._formats.stored
-        linears |= {self._path_of(site.placed) for site in self._expert_sites if isinstance(site, LinearsSite)}
-        plain = {
-            name: shape
-            for name, shape in state.items()
-            if name.rpartition(".")[0] not in linears and name not in stored
-        }
-        made = set(self._conversions.gathered.values())
-        self._check_floats(tensors, set(plain))
-        parts = {name: expected for weight in stored.values() for name, expected in weight.expected().items()}
-        needed = {*self._sinks, *parts} | {
-            name for name, _ in model.named_parameters() if name in plain and name not in made
-        }
-        # merged tensors give several names of the model, of which the first alone is known; none is
-        # a linear's
-        missing = [
-            name for name in needed if name not in tensors and (not made or name in self._sinks or name in parts)
-        ]
-        if missing:
-            raise MissingTensor(
-                f"The checkpoint lacks {_listed(sorted(missing))}; transformers' {name_of_model} with this "
-                "config.json needs it.",
-                hint="Fetch the checkpoint again, or check config.json.",
-            )
-        gathered = set(self._conversions.gathered)
-        unexpected = [
-            name
-            for name in tensors
-            if name not in self._sinks
-            and name not in parts
-            and name not in plain
-            and name not in self._unread
-            and name not in gathered
-            and name not in self._conversions.ignored
-            and not (self._is_tied and name.startswith(f"{self._head_path}."))
-        ]
-        if unexpected:
-            raise UnexpectedTensor(
-                f"The checkpoint holds {_listed(unexpected)}, which transformers' {name_of_model} with this "
-                "config.json doesn't have: ignoring tensors would change the answers.",
-                hint="Check config.json.",
-            )
-        for name, expected in parts.items():
-            expected.check(tensors[name])
-        for name, tensor in tensors.items():
-            shape = state.get(name)
-            is_float = name.rpartition(".")[0] not in self._formats.stored
-            if shape is not None and is_float and name not in gathered and tensor.shape != shape:
-                raise ShapeMismatch(
-                    f"The tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} from config.json.",
-                    hint="Check that config.json belongs to this checkpoint.",
-                )
-
-    def _check_floats(self, tensors: Mapping[str, StoredTensor], plain: set[str]) -> None:
-        """Refuse codes of quantized weights where the model has no linear, as of experts."""
-        parameters = {name for name, _ in self._skeleton.model.named_parameters()} & plain
-        codes = [
-            name
-            for name, tensor in tensors.items()
-            if (name in self._conversions.gathered or name in parameters) and tensor.dtype not in _FLOATS
-        ]
-        if self._quantization is not None:
-            known = {
-                *self._sinks,
-                *self._expert_sinks,
-                *plain,
-                *self._unread,
-                *self._conversions.gathered,
-                *self._conversions.ignored,
-            }
-            codes += [name for name in tensors if name not in known and ".experts." in name]
-        if codes:
-            raise UnexpectedTensor(
-                f"The checkpoint holds {_listed(sorted(codes))}, quantized; transformers' "
-                f"{self._skeleton.architecture} has no linear of its own there, and other weights are floats.",
-                hint="Give the float checkpoint; --quantize rounds its linears.",
-            )
+        layers = self._skeleton.layers_path
+        replaced = {f"{layers}.{one.layer}.{one.path}" for one in self._placed} | {self._head_path}
+        replaced |= {self._path_of(site.placed) for site in self._expert_sites if isinstance(site, LinearsSite)}
+        check = TensorCheck(
+            self._skeleton,
+            self._conversions,
+            self._formats.stored,
+            frozenset(self._sinks),
+            frozenset(self._expert_sinks),
+            frozenset(self._unread),
+            frozenset(replaced),
+            self._head_path if self._is_tied else None,
+            is_quantized=self._quantization is not None,
+        )
+        check.check(tensors)
 
     def _stream(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Put every tensor in its place, and return what the digest of the base is made of."""
@@ -667,7 +599,3 @@ def _finished(site: Site) -> Linear:
     if site.linear is None:
         raise InvariantViolation("a linear lacks some of its tensors")
     return site.linear
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,7 +16,7 @@ from stored_words import fp8_blocks, gptq_parts, round_weight, save_awq, save_gp
 from loraserve.errors import UnexpectedTensor
 
 from ..conftest import edit_json, reference_logits
-from ..stored_quantized import group, save_compressed
+from ..stored_quantized import group, put_weight, save_compressed
 from .families import build, load, save
 from .test_modelled_base import CUTS, LONG, SHORT, equal, mixed
 
@@ -59,7 +59,7 @@ def test_quantized_experts_equal_dequantized_weights(layout: str, name: str, tmp
             codes = round_weight(weight, 4, 32, sym=True)
             parts, meant = gptq_parts(codes, 4), codes.weight
         tensors |= {f"{path}.{part}": tensor.contiguous() for part, tensor in parts.items()}
-        set_expert(model, path, meant)
+        put_weight(model, f"{path}.weight", meant)
     save_file(tensors, weights)
     settings = {
         "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -83,18 +83,6 @@ def split_experts(tensors: dict[str, Any]) -> Iterator[str]:
             for part, own in parts.items():
                 tensors[f"{path}.{number}.{part}.weight"] = own.contiguous()
                 yield f"{path}.{number}.{part}.weight"
-
-
-@torch.no_grad()
-def set_expert(model: Any, path: str, weight: Any) -> None:
-    found = re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)$", path)
-    assert found is not None
-    experts, number = model.model.layers[int(found[1])].mlp.experts, int(found[2])
-    if found[3] == "down_proj":
-        experts.down_proj[number] = weight
-    else:
-        first = 0 if found[3] == "gate_proj" else len(weight)
-        experts.gate_up_proj[number, first : first + len(weight)] = weight
 
 
 def test_codes_of_all_experts_are_refused(tmp_path: Path) -> None:

@@ -142,8 +142,6 @@ def test_expert_adapters_match_single_process(
         with rank_pool.load(serving.base_dir, *grid, held=dtype) as base:
             assert base.spec.experts == serving.decoder.spec.experts
             loaded = [load_adapter(serving.store, ref, base.spec, base.device, base.weights) for ref in refs]
-            for one in loaded:
-                assert base.device.footprint_of(one.host) == one.footprint
             placed = [*(base.place(one.host) for one in loaded), None]
             for got, wanted in zip(run_together(base, prompts, placed), expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
