@@ -144,6 +144,28 @@ def test_llama3_frequencies_equal_transformers(factor: float, tmp_path: Path) ->
         resolve_model_dir(str(wrong))
 
 
+@pytest.mark.parametrize("max_model_len", [None, 128])
+def test_longrope_factors_equal_transformers(max_model_len: int | None, tmp_path: Path) -> None:
+    # head_dim 32, whose pairs have factors of their own
+    factors = {"short": [1 + 0.1 * i for i in range(16)], "long": [2 + 0.3 * i for i in range(16)]}
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": factors["short"],
+        "long_factor": factors["long"],
+    }
+    contexts = {"original_max_position_embeddings": 32, "max_position_embeddings": 128}
+    model = built("phi3", rope_parameters=parameters, **contexts)
+    stretch = (1 + np.log(4) / np.log(32)) ** 0.5
+    metadata = {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.scaling.attn_factor": float(stretch)}
+    extra = {f"rope_factors_{name}.weight": np.array(some, dtype=np.float32) for name, some in factors.items()}
+    file = write_gguf(model, tmp_path / "base.gguf", metadata=metadata, extra=extra)
+    tokens = random_tokens(32 if max_model_len is None else 50)
+    decoder = load(resolve_model_dir(str(file)), max_model_len=max_model_len)
+    ours, theirs = PagedRun(decoder).logits(tokens, [20]), reference_logits(model, tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
 def test_vocabulary_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
     tokens, _ = words(302)
     file = write_gguf(built("llama"), tmp_path / "base.gguf", metadata={"tokenizer.ggml.tokens": tokens})
