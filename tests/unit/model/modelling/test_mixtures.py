@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
-from loraserve.errors import AdapterRejected, ConfigError, MissingTensor, ModelError, ShapeMismatch
+from loraserve.errors import AdapterUnservable, ConfigError, MissingTensor, ModelError, ShapeMismatch
 from loraserve.model.modelling.modelled_base import ModelledBase
 from loraserve.model.reference_model import evaluate
 from loraserve.model.reference_pass import Subject
@@ -80,7 +80,7 @@ def test_mxfp4_experts_round_activations_in_groups(tmp_path: Path) -> None:
     model = save_mxfp4(tmp_path)
     base = load(tmp_path)
     assert "mxfp4a8-g32" in base.spec.arithmetic
-    (found,), expected = mixed(base, ((29, 0),), (None, None))[:1], reference_logits(model, LONG)
+    found, expected = mixed(base, CUTS[2], (None, None))[0], reference_logits(model, LONG)
     assert 1e-6 < float((found - expected).norm() / expected.norm()) < 0.1
 
 
@@ -140,7 +140,7 @@ def test_rounded_experts_equal_reference(name: str, quantize: str, tmp_path: Pat
     model = save(name, tmp_path, **sizes)
     whole, base = load(tmp_path), load(tmp_path, quantize=quantize, activation_dtype="float")
     assert base.spec.size_bytes < 0.75 * whole.spec.size_bytes
-    assert base.spec.num_parameters == whole.spec.num_parameters == sum(p.numel() for p in model.parameters())
+    assert base.spec.num_parameters == whole.spec.num_parameters
     (reference,) = evaluate(base, [Subject([LONG, SHORT], [], known_base=None)])
     for found, wanted in zip(mixed(base, CUTS[0], (None, None)), reference.base, strict=True):
         assert equal(found, wanted)
@@ -224,7 +224,7 @@ def test_adapter_of_router_is_refused(tmp_path: Path) -> None:
     model = save(GPT_OSS, tmp_path / "base")
     base = load(tmp_path / "base")
     adapt(model, tmp_path, 0, r=2, target_modules=["q_proj"], target_parameters=["mlp.router.weight"])
-    with pytest.raises(AdapterRejected, match=r"router"):
+    with pytest.raises(AdapterUnservable, match=r"mlp\.router"):
         loaded(base, tmp_path, 0)
 
 
