@@ -46,7 +46,7 @@ class ExpertParameter:
     is_interleaved: bool = False
 
     def outputs_of(self, number: int, first: int, count: int) -> slice:
-        """Return the outputs of a module among the parameter's.
+        """Select the outputs of a module among the parameter's.
 
         Args:
             number: the module's place in `modules`.

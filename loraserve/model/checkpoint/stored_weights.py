@@ -72,7 +72,7 @@ class StoredWeight:
     num_scales: int = 1
 
     def expected(self) -> dict[str, ExpectedTensor]:
-        """Return what each tensor must be, by its whole name."""
+        """Map the whole name of each tensor to what it must be."""
         dot = "" if self.scheme.layout is Layout.MXFP4 else "."
         return {f"{self.path}{dot}{suffix}": tensor for suffix, tensor in self.tensors.items()}
 

@@ -128,7 +128,7 @@ class ModelConfig:
     wrapper: str | None = None
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """Return the config of a base that serves contexts up to this length."""
+        """Build the config of a base that serves contexts up to this length."""
         local_rope = None if self.local_rope is None else self.local_rope.within(max_model_len)
         return replace(self, rope=self.rope.within(max_model_len), local_rope=local_rope)
 

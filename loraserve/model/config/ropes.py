@@ -57,7 +57,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def within(self, context: int) -> RopeConfig:
-        """Return the rope of contexts up to this length.
+        """Choose the rope of contexts up to this length.
 
         Past the original one, longrope turns every position by other factors: transformers turns a
         sequence by those of its length, keys that are cached too. Here a base has one rope.

@@ -60,7 +60,7 @@ class PlacedExperts:
     has_bias: bool
 
     def shape(self, parameter: str) -> tuple[int, int]:
-        """Return (out_features, in_features) of an expert's part of a parameter."""
+        """Compute (out_features, in_features) of an expert's part of a parameter."""
         inner, hidden = self.intermediate_size, self.hidden_size
         return (2 * inner, hidden) if parameter == GATE_UP else (hidden, inner)
 
@@ -72,7 +72,7 @@ class PlacedExperts:
 
 
 def place_experts(skeleton: Skeleton) -> list[PlacedExperts]:
-    """Return the modules of experts whose layout transformers states, in order."""
+    """Find the modules of experts whose layout transformers states, in order."""
     found = []
     for layer, path, module in skeleton.layer_modules():
         names = {name for name, _ in module.named_parameters(recurse=False)}
@@ -174,7 +174,7 @@ class ParametersSite:
         self._linears: dict[str, list[Linear]] = {}
 
     def sinks(self, stored: Mapping[str, StoredWeight]) -> dict[str, Callable[[Tensor], None]]:
-        """Return what takes each tensor, by its name in the model; of stored ones, in the file."""
+        """Map each tensor to what takes it, by its name in the model; of stored ones, in the file."""
         found: dict[str, Callable[[Tensor], None]] = {}
         for parameter in (GATE_UP, DOWN):
             path = f"{self._path}.{parameter}"
@@ -188,7 +188,7 @@ class ParametersSite:
         return found
 
     def experts(self) -> list[Expert]:
-        """Return the experts, after all tensors were put.
+        """Build the experts, after all tensors were put.
 
         Raises:
             MissingTensor: some weren't.
@@ -259,7 +259,7 @@ class ParametersSite:
 
 
 def _scales(name: str, exponents: Tensor) -> Tensor:
-    """Return what the exponents of blocks mean.
+    """Decode the exponents of blocks.
 
     Raises:
         ModelError: some mean NaN.
@@ -339,7 +339,7 @@ class LinearsSite:
                 self.sinks |= sinks
 
     def experts(self) -> list[Expert]:
-        """Return the experts, after all tensors were put.
+        """Build the experts, after all tensors were put.
 
         Raises:
             MissingTensor: some weren't.
@@ -372,8 +372,7 @@ class AdaptedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).float().contiguous()
         lora = self._step.rows.lora
-        has_own = isinstance(lora, LoraPlan) and lora.has_experts
-        adapted = LayerExperts(lora, self.placed.layer) if has_own else None
+        adapted = LayerExperts(lora, self.placed.layer) if isinstance(lora, LoraPlan) and lora.has_experts else None
 
         def one(number: int, rows: Tensor) -> Tensor:
             # in their order, so that an adapter's are one range of them
@@ -411,7 +410,7 @@ class ReferenceExperts(nn.Module):
 
 
 def code_gate(placed: PlacedExperts) -> Callable[[Tensor], Tensor]:
-    """Return the code's own function of gate and up, for outputs in which gate's come first.
+    """Wrap the code's own function of gate and up, for outputs in which gate's come first.
 
     They are contiguous, as products take them.
     """

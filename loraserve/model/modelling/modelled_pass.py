@@ -113,7 +113,7 @@ class ModelledPass(ReferencePass):
         return y if linear.bias is None else y + linear.bias.float()
 
     def expert(self, x: Tensor, linear: Linear, layer: int, names: Sequence[str], number: int, rows: Tensor) -> Tensor:
-        """Return the outputs of an expert's linears that share an input, side by side.
+        """Compute the outputs of an expert's linears that share an input, side by side.
 
         Args:
             x: what the expert reads, of these rows.
