@@ -174,7 +174,7 @@ class ParametersSite:
         self._linears: dict[str, list[Linear]] = {}
 
     def sinks(self, stored: Mapping[str, StoredWeight]) -> dict[str, Callable[[Tensor], None]]:
-        """Map each tensor to what takes it, by its name in the model; of stored ones, in the file."""
+        """Map tensors to what takes them, by name in the model; of stored ones, in the file."""
         found: dict[str, Callable[[Tensor], None]] = {}
         for parameter in (GATE_UP, DOWN):
             path = f"{self._path}.{parameter}"
