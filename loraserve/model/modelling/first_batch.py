@@ -16,7 +16,7 @@ from loraserve.errors import LoraserveError, ModelError, UnknownArchitecture
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.modelling.attention import NAME, Heads, PagedAttending
-from loraserve.model.modelling.experts import AdaptedExperts
+from loraserve.model.modelling.expert_modules import AdaptedExperts
 from loraserve.model.modelling.mixers import SequenceGroup, SequenceState, group_sequences
 from loraserve.model.modelling.modelled_base import run_model
 from loraserve.model.modelling.modules import AdaptedLinear, RunningStep

@@ -42,7 +42,7 @@ from loraserve.model.config.model_config import read_end_tokens, read_object
 from loraserve.model.config.quantization_config import Layout, QuantizationConfig, parse_quantization
 from loraserve.model.layers.linears import Linear, quantize_weight
 from loraserve.model.modelling.conversions import Conversions
-from loraserve.model.modelling.experts import (
+from loraserve.model.modelling.expert_modules import (
     DOWN,
     GATE_UP,
     AdaptedExperts,

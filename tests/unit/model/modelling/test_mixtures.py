@@ -228,6 +228,6 @@ def test_adapter_of_router_is_refused(tmp_path: Path) -> None:
         loaded(base, tmp_path, 0)
 
 
-def test_layers_without_experts_leave_them_unadapted(tmp_path: Path) -> None:
+def test_partial_mixture_takes_no_expert_adapters(tmp_path: Path) -> None:
     save("DeepseekV3ForCausalLM", tmp_path)
     assert load(tmp_path).spec.experts is None
