@@ -201,11 +201,16 @@ class ExpertsSpec(Struct, frozen=True):
     each of them.
     """
     module_paths: Mapping[str, str]
-    """Module → its path inside a layer; ``{}`` stands for the number of an expert."""
+    """Module → its path inside a layer; ``{}`` stands for the number of an expert.
+
+    Experts' modules that aren't there are changed by parameters alone; such a router, not at all.
+    """
     parameters_path: str
     """Path inside a layer of the module in which transformers 5 has all experts' weights, as two
     parameters.
     """
+    is_interleaved: bool = False
+    """Whether the outputs of gate and up take turns in their parameter."""
 
 
 class BaseSpec(Struct, frozen=True):

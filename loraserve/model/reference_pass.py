@@ -386,7 +386,7 @@ class ReferencePass(ABC):
     def _adapt_expert(
         self, x: Tensor, y: Tensor, layer: int, module: str, expert: int = 0, rows: Tensor | None = None
     ) -> Tensor:
-        """Compute the output of a module of a mixture, none of which has a bias, for some rows.
+        """Compute the output of a module of a mixture, without its bias, for some rows.
 
         Args:
             y: the base's weight times x.

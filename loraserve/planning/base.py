@@ -31,7 +31,7 @@ from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
 from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.common.formats import NF4_GROUP_SIZE
+from loraserve_kernels.common.formats import NF4_GROUP_SIZE, PACKED_FORMATS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -155,7 +155,6 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         dtype=dtype,
         max_model_len=max_model_len,
         size_bytes=sum(part.num_bytes for part in listed),
-        is_whole=grid.size == 1,
     )
     return BasePlan(model, device, dtype, max_model_len, listed, spec, grid, tuple(rank_bytes))
 
@@ -300,5 +299,5 @@ def _float_weight(
 
 def _quantized_bytes(format: str, out_features: int, in_features: int, group: int, group_bytes: int = 4) -> int:
     """Compute the bytes of codes, and of the scale and the zero of each group of inputs."""
-    code_bytes = in_features // 2 if format in ("int4", "nf4") else in_features
+    code_bytes = in_features // 2 if format in PACKED_FORMATS else in_features
     return out_features * (code_bytes + group_bytes * (in_features // group))

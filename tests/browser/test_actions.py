@@ -109,7 +109,7 @@ def test_files_without_adapter_are_refused_with_explanation(open_console: Open, 
     index.write_bytes(b"{}")
     chooser = page.locator("input[type=file]")
     chooser.set_input_files([files_of("sql")[0], index])
-    page.get_by_text("weights in several files: loraserve adapter push").wait_for()
+    page.get_by_text("isn't an index of weights").wait_for()
     broken = tmp_path / "adapter_model.safetensors"
     broken.write_bytes(b"no tensors")
     chooser.set_input_files([files_of("sql")[0], broken])

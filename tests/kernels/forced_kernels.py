@@ -32,7 +32,7 @@ CHANNELS, WIDTH = 80, 768
 TIMED = (1024, 768)
 TIMED_ROWS = (1, 8, 64)
 WINDOWS = 5
-IN_GROUPS = ("int8-g32", "int4-g32")
+IN_GROUPS = ("int8-g32", "int4-g32", "mxfp4-g32")
 
 
 def lower_fbgemm() -> None:

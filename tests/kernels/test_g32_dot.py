@@ -1,4 +1,4 @@
-"""Products of weights in int4 and int8 by activations in int8, rounded in groups of 32 inputs."""
+"""Products of weights in 4 and 8 bits by activations in int8, rounded in groups of 32 inputs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ KINDS = [
     ("int4", True, "float16"),
     ("int8", False, "float16"),
     ("int8", True, "float32"),
+    ("mxfp4", False, "bfloat16"),
 ]
 ZEROS = ["whole", "float"]
 # out_features, in_features, inputs of a weight's group
@@ -36,7 +37,7 @@ def make_weight(
 ) -> QuantizedWeight:
     format, has_zeros, scales = kind
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-2, 2, (out_features, 1)) + 0.2
-    made = quantize(weight, format, group_size, has_zeros=has_zeros)
+    made = quantize(weight, format, None if format == "mxfp4" else group_size, has_zeros=has_zeros)
     made = replace(made, scales=made.scales.to(getattr(torch, scales)).float())
     if zeros == "float" and made.zeros is not None:
         made = replace(made, zeros=made.zeros + torch.rand(made.zeros.shape) - 0.5)
@@ -75,6 +76,7 @@ def test_product_equals_rounded_groups(
     assert ((again - rounded(x)).abs() <= 1.001 * step).all()
     assert ((again - x).abs() <= 0.501 * step).all()
     wide = weight.dequantize(torch.float64)
+    group_size = weight.group_size
     expected = again @ wide.T + (0 if bias is None else bias.double())
     # zeros make terms that cancel
     spread = 1 if weight.zeros is None else 1 + 256 * (weight.format == "int8") + 16
@@ -110,12 +112,16 @@ def test_weight_rows_match_reference_bit_for_bit(kind: tuple[str, bool, str], ze
     assert packed.num_bytes == num_bytes
 
 
-@pytest.mark.parametrize(("format", "code", "value"), [("int4", 0xFF, 7), ("int8", -128, -128), ("int8", 127, 127)])
+@pytest.mark.parametrize(
+    ("format", "code", "value"),
+    [("int4", 0xFF, 7), ("int8", -128, -128), ("int8", 127, 127), ("mxfp4", 0x77, 6), ("mxfp4", 0xFF, -6)],
+)
 def test_largest_codes_are_summed_exactly(format: str, code: int, value: int) -> None:
     width = 1024
-    codes = torch.full((32, width // 2 if format == "int4" else width), code, dtype=torch.int32)
-    codes = codes.to(torch.uint8 if format == "int4" else torch.int8)
-    weight = QuantizedWeight(format, codes, torch.ones(32, 8), None, 128, width, 32)
+    is_packed, group_size = format != "int8", 32 if format == "mxfp4" else 128
+    codes = torch.full((32, width // 2 if is_packed else width), code, dtype=torch.int32)
+    codes = codes.to(torch.uint8 if is_packed else torch.int8)
+    weight = QuantizedWeight(format, codes, torch.ones(32, width // group_size), None, group_size, width, 32)
     x = torch.full((2, width), 127.0)
     x[1] = -x[1]
     y = g32_dot.linear(x, g32_dot.pack(weight))
@@ -165,7 +171,7 @@ def test_unfit_weights_are_refused() -> None:
         quantize(torch.randn(8, 64), "fp8"),
     ):
         assert not g32_dot.can_round_groups(weight)
-        with pytest.raises(InvalidWeight, match="groups of 32 take int4 and int8"):
+        with pytest.raises(InvalidWeight, match="groups of 32 take int4, int8 and mxfp4"):
             g32_dot.pack(weight)
 
 

@@ -21,6 +21,7 @@ KINDS = {
     "int8 with float zeros": ("int8", True),
     "int8 by channel": ("int8", False),
     "nf4": ("nf4", False),
+    "mxfp4": ("mxfp4", False),
     "fp8": ("fp8", False),
     "fp8 with groups": ("fp8", False),
 }

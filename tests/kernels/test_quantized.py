@@ -5,7 +5,15 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common import row_blocks
-from loraserve_kernels.common.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
+from loraserve_kernels.common.quantized import (
+    NF4_CODE,
+    STORED_FORMATS,
+    QuantizedWeight,
+    concatenate,
+    powers_of_two,
+    quantize,
+    zero_words,
+)
 from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
@@ -13,6 +21,7 @@ CONFIGS = [
     ("int8", None, False),
     ("fp8", None, False),
     ("nf4", None, False),
+    ("mxfp4", None, False),
     ("fp8", 32, False),
     ("fp8", 128, False),
     *[
@@ -49,7 +58,7 @@ def bound(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     elif quantized.format == "fp8":
         steps = torch.maximum(groups.abs() / 16, amax / 448 / 1024)
     else:
-        steps = amax * {"int8": 1 / 254, "int4": 1 / 15, "nf4": 0.15191}[quantized.format]
+        steps = amax * {"int8": 1 / 254, "int4": 1 / 15, "nf4": 0.15191, "mxfp4": 0.25}[quantized.format]
     return (steps * torch.ones_like(groups)).view(weight.shape) * (1 + 1e-5)
 
 
@@ -76,7 +85,7 @@ def test_dequantized_values_quantize_to_same_codes(format: str, group_size: int 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dequantize_rounds_the_exact_product_once(dtype: torch.dtype) -> None:
-    for format in FORMATS:
+    for format in STORED_FORMATS:
         quantized = quantize(torch.randn(9, 128), format)
         assert torch.equal(quantized.dequantize(dtype), quantized.dequantize(torch.float32).to(dtype))
         expected = quantized.dequantize(torch.float64)
@@ -101,6 +110,20 @@ def test_eight_bit_zeros_count_from_lowest_code() -> None:
     int8 = QuantizedWeight("int8", codes, torch.tensor([[0.5, 2.0]]), zeros, 32, 64, 1)
     assert int8.dequantize(torch.float32)[0, :4].tolist() == [0.0, 0.5, 64.0, 127.5]
     assert int8.dequantize(torch.float32)[0, 32:36].tolist() == [-400.0, -398.0, -144.0, 110.0]
+
+
+def test_mxfp4_codes_are_numbers_of_e2m1() -> None:
+    codes = torch.arange(0, 256, 17, dtype=torch.uint8)[None]
+    exponents = torch.tensor([[130]], dtype=torch.uint8)
+    made = QuantizedWeight("mxfp4", codes, powers_of_two(exponents), None, 32, 32, 1)
+    positive = [0.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0]
+    assert made.dequantize(torch.float32)[0, ::2].tolist() == [*positive, *(-number for number in positive)]
+
+
+def test_exponents_mean_exact_powers_of_two() -> None:
+    scales = powers_of_two(torch.arange(256, dtype=torch.uint8))
+    assert scales.tolist()[:255] == [2.0 ** (number - 127) for number in range(255)]
+    assert scales[255].isinf()
 
 
 def test_int8_scales_by_channel_unless_groups_are_requested() -> None:
@@ -193,7 +216,7 @@ def test_zeros_are_read_in_words() -> None:
 
 def test_unknown_formats_and_groups_are_refused() -> None:
     weight = torch.randn(4, 192)
-    with pytest.raises(InvalidWeight, match="expected one of int8, int4, nf4, fp8"):
+    with pytest.raises(InvalidWeight, match="expected one of int8, int4, nf4, fp8, mxfp4"):
         quantize(weight, "int3")
     with pytest.raises(InvalidWeight, match="groups of 8; the kernels have 16, 32, 64, 128"):
         quantize(weight, "int4", 8)
@@ -211,7 +234,7 @@ def test_unknown_formats_and_groups_are_refused() -> None:
         quantize(weight.to(torch.int8), "int8")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 def test_non_finite_weights_are_refused_by_channel(format: str) -> None:
     weight = torch.randn(4, 128)
     weight[2, 7] = float("inf")

@@ -17,7 +17,15 @@ W8A8_G32 = "w8a8-g32"
 """int8 weights by output channel or in groups, activations rounded to int8 in groups of 32."""
 W4A8_G32 = "w4a8-g32"
 """int4 weights in groups, activations rounded to int8 in groups of 32."""
-WEIGHT_ONLY = {"int8": "w8a16", "int4": "w4a16", "nf4": "w4a16-nf4", "fp8": "w8a16-fp8"}
+MXFP4A8_G32 = "mxfp4a8-g32"
+"""mxfp4 weights, activations rounded to int8 in groups of 32."""
+WEIGHT_ONLY = {
+    "int8": "w8a16",
+    "int4": "w4a16",
+    "nf4": "w4a16-nf4",
+    "fp8": "w8a16-fp8",
+    "mxfp4": "w4a16-mxfp4",
+}
 """Format of the weights → the name where activations aren't rounded to integers: they have 16 bits
 on a GPU and 32 on a CPU.
 """
@@ -27,9 +35,9 @@ FLOATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BF16_WEIGHTS = "bf16-weights"
 """bfloat16 weights, activations and results in float32."""
 
-LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63, W4A8_ROW: 127, W8A8_G32: 127, W4A8_G32: 127}
+LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63, W4A8_ROW: 127, W8A8_G32: 127, W4A8_G32: 127, MXFP4A8_G32: 127}
 """The largest code of activations, by the name without a rotation."""
-GROUPS = {W8A8_G32: 32, W4A8_G32: 32}
+GROUPS = {W8A8_G32: 32, W4A8_G32: 32, MXFP4A8_G32: 32}
 """Inputs of a row that are rounded together, by name; other names': the whole row."""
 
 _ROTATED = "-h"
@@ -70,10 +78,11 @@ class Arithmetic:
     """Way in which a linear's products are computed.
 
     Attributes:
-        name: ``w8a8-row``, ``w8a7-row``, ``w4a8-row``, ``w8a8-g32``, ``w4a8-g32``, ``w8a16``,
-            ``w8a16-fp8``, ``w4a16``, ``w4a16-nf4``, ``fp32``, ``bf16``, ``bf16-weights`` or
-            ``fp16``: equal names round equally. ``-h64``, ``-h32`` or ``-h16`` follows the first
-            three where rows and weights are rotated by Hadamard blocks of that many inputs.
+        name: ``w8a8-row``, ``w8a7-row``, ``w4a8-row``, ``w8a8-g32``, ``w4a8-g32``,
+            ``mxfp4a8-g32``, ``w8a16``, ``w8a16-fp8``, ``w4a16``, ``w4a16-nf4``, ``w4a16-mxfp4``,
+            ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round equally. ``-h64``,
+            ``-h32`` or ``-h16`` follows the first three where rows and weights are rotated by
+            Hadamard blocks of that many inputs.
         kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 or
             int4 by int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some
             channels at a time).

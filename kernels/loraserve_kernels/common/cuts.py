@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from loraserve_kernels.common.sites import LAYER_MODULES
+from loraserve_kernels.common.sites import EXPERT_INDEX, LAYER_MODULES
 
 
 class Axis(Enum):
@@ -59,7 +59,7 @@ class PartCut:
         """
         if module not in self.modules:
             return None
-        return self._layer(layer) if module in LAYER_MODULES else 0
+        return self._layer(layer) if module in LAYER_MODULES or module in EXPERT_INDEX else 0
 
     def norm_layer(self, layer: int, norm: str) -> int | None:
         """Look up the part's layer of a norm; None where the part hasn't it."""

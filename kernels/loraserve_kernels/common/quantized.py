@@ -10,6 +10,8 @@
            scale for each block of 64 inputs
     fp8    float8_e4m3fn, one scale for each output channel, or for each group of 32, 64 or 128
            inputs
+    mxfp4  float4_e2m1: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign, one scale for each block of
+           32 inputs; only read, on CPUs
 
 A group's zero is a code, or any float32: a checkpoint that stores a group's smallest value instead
 has the zero -minimum / scale, which isn't a whole number.
@@ -31,7 +33,10 @@ from torch import Tensor
 from loraserve_kernels.common.formats import CPU_GROUP_SIZES as CPU_GROUP_SIZES
 from loraserve_kernels.common.formats import FORMATS as FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES as GROUP_SIZES
+from loraserve_kernels.common.formats import MXFP4_GROUP_SIZE as MXFP4_GROUP_SIZE
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
+from loraserve_kernels.common.formats import PACKED_FORMATS
+from loraserve_kernels.common.formats import STORED_FORMATS as STORED_FORMATS
 from loraserve_kernels.common.rotation import check_rotation, rotate
 from loraserve_kernels.common.row_blocks import GPU_BLOCK_WEIGHTS, row_blocks
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
@@ -56,22 +61,35 @@ NF4_CODE: tuple[float, ...] = (
     1.0,
 )
 
+MXFP4_CODE: tuple[float, ...] = tuple(
+    sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)
+"""Numbers of float4_e2m1 by their code; the last eight are the first ones negated."""
+TABLES = {"nf4": NF4_CODE, "mxfp4": MXFP4_CODE}
+"""What the sixteen codes of a format mean, where that is no line."""
+
 _LARGEST_FP8 = 448.0
 # a group of zeros must not divide by zero
 _SMALLEST_SCALE = 1e-12
 # the code that means 0 where no zeros are given, and the largest code with zeros
 _MIDDLE = {"int8": 128, "int4": 8}
 _TOP = {"int8": 255, "int4": 15}
-_CODES_DTYPE = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": torch.float8_e4m3fn}
+_CODES_DTYPE = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "nf4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+    "mxfp4": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A linear's weight [out_features, in_features] in one of `FORMATS`.
+    """A linear's weight [out_features, in_features] in one of `STORED_FORMATS`.
 
     Attributes:
-        format: one of `FORMATS`.
-        codes: int8 and fp8: [out_features, in_features] int8 or float8_e4m3fn. int4 and nf4:
+        format: one of `STORED_FORMATS`.
+        codes: int8 and fp8: [out_features, in_features] int8 or float8_e4m3fn. int4, nf4 and mxfp4:
             [out_features, in_features / 2] uint8, input 2j in the low nibble of byte j; int4's
             value is its code less 8, or less the group's zero. int8's is its code, or with zeros
             its code and 128 less the zero. Contiguous.
@@ -81,7 +99,8 @@ class QuantizedWeight:
             added. Or in float32: such codes that aren't whole numbers. None where that is 8, or
             128, everywhere; groups alone have them.
         group_size: inputs that share a scale: in_features or one of `CPU_GROUP_SIZES` for int8 and
-            fp8, one of those for int4, `NF4_GROUP_SIZE`. A GPU's kernels have `GROUP_SIZES`.
+            fp8, one of those for int4, `NF4_GROUP_SIZE`, `MXFP4_GROUP_SIZE`. A GPU's kernels have
+            `GROUP_SIZES`.
         in_features, out_features: of the linear.
         rotation: inputs of a Hadamard block by which they are rotated (see `rotation`): codes are
             those of ``W H / rotation``. 0: they aren't.
@@ -127,7 +146,7 @@ class QuantizedWeight:
     @property
     def is_packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return self.format in ("int4", "nf4")
+        return self.format in PACKED_FORMATS
 
     @property
     def has_groups(self) -> bool:
@@ -189,15 +208,15 @@ class QuantizedWeight:
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decode the codes to numbers before they are scaled, [out_features, in_features].
 
-        They are whole numbers save for nf4, fp8 and zeros in float32, exact in float32 but for the
-        latter, and rotated or permuted where the weight is.
+        They are whole numbers save for nf4, fp8, mxfp4 and zeros in float32, exact in float32 but
+        for the latter, and rotated or permuted where the weight is.
         """
         if not self.is_packed:
             values = self.codes.to(dtype)
             return values if self.zeros is None else values + 128 - self._spread_zeros(dtype)
         codes = unpack_nibbles(self.codes)
-        if self.format == "nf4":
-            return torch.tensor(NF4_CODE, dtype=dtype, device=codes.device)[codes.int()]
+        if self.format in TABLES:
+            return torch.tensor(TABLES[self.format], dtype=dtype, device=codes.device)[codes.int()]
         if self.zeros is None:
             return codes.to(dtype) - 8
         return codes.to(dtype) - self._spread_zeros(dtype)
@@ -246,9 +265,9 @@ def quantize(
     Args:
         weight: [out_features, in_features], any float dtype, on any device; the result is there
             too.
-        format: one of `FORMATS`.
+        format: one of `STORED_FORMATS`; of the kernels' formats, no base is rounded to mxfp4.
         group_size: for int4, one of `CPU_GROUP_SIZES` (None: the largest); for int8 and fp8, one of
-            them or in_features (None: that); nf4's is fixed, so None or that number.
+            them or in_features (None: that); those of nf4 and mxfp4 are fixed, so None or that.
         has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its
             largest magnitude both ways.
         is_searched: int4 with zeros alone: of several narrower ranges, each group gets the one of
@@ -264,12 +283,13 @@ def quantize(
         raise TensorMismatch(f"the weight is {tuple(weight.shape)} {weight.dtype}; it must be a matrix of floats")
     out_features, in_features = weight.shape
     if group_size is None:
-        group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
+        sizes = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE, "mxfp4": MXFP4_GROUP_SIZE}
+        group_size = sizes.get(format, in_features)
     _check_format(format, group_size, in_features, has_zeros)
     check_rotation(rotation, in_features)
     if is_searched and not (format == "int4" and has_zeros):
         raise InvalidWeight(f"{format}, zeros: {has_zeros}; scales are searched for int4 with zeros alone")
-    is_packed = format in ("int4", "nf4")
+    is_packed = format in PACKED_FORMATS
     codes = weight.new_empty(out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format])
     all_scales, all_zeros = [], []
     floats, block_weights = weight.detach(), None if weight.device.type == "cpu" else GPU_BLOCK_WEIGHTS
@@ -330,6 +350,12 @@ def _rounded(groups: Tensor, amax: Tensor, format: str, has_zeros: bool) -> tupl
         scales = amax.clamp_min(_SMALLEST_SCALE)
         table = torch.tensor(NF4_CODE, device=groups.device)
         codes = torch.bucketize(groups / scales, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+    elif format == "mxfp4":
+        # a power of two by which the largest magnitude, if it isn't cut, is 4 or more
+        scales = torch.exp2(amax.clamp_min(_SMALLEST_SCALE).log2().floor() - 2)
+        table = torch.tensor(MXFP4_CODE[:8], device=groups.device)
+        codes = torch.bucketize(groups.abs() / scales, (table[1:] + table[:-1]) / 2, out_int32=True)
+        codes = (codes + 8 * (groups < 0)).to(torch.uint8)
     else:
         # 7.5 and not 7: what lies beyond 7 is at most a half step away
         scales = (amax / 7.5).clamp_min_(_SMALLEST_SCALE)
@@ -376,6 +402,16 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def unpack_nibbles(octets: Tensor) -> Tensor:
     """Unpack the codes that `pack_nibbles` packed, [rows, 2 · bytes] uint8."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).view(octets.shape[0], -1)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Convert float8_e8m0, exponents plus 127 in uint8, to the float32 that they mean.
+
+    255 means NaN, and becomes infinity.
+    """
+    bits = exponents.to(torch.int32)
+    # the smallest, 2⁻¹²⁷, is no normal number of float32
+    return torch.where(bits == 0, 1 << 22, bits << 23).to(torch.int32).view(torch.float32)
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -451,11 +487,12 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def _check_format(format: str, group_size: int, in_features: int, has_zeros: bool) -> None:
-    if format not in FORMATS:
-        raise InvalidWeight(f"the weight's format is {format}; expected one of {', '.join(FORMATS)}")
+    if format not in STORED_FORMATS:
+        raise InvalidWeight(f"the weight's format is {format}; expected one of {', '.join(STORED_FORMATS)}")
     if has_zeros and format not in _MIDDLE:
         raise InvalidWeight(f"{format} with zeros; only int8 and int4 have them")
-    sizes: tuple[int, ...] = {"int4": CPU_GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
+    fixed = {"int4": CPU_GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,), "mxfp4": (MXFP4_GROUP_SIZE,)}
+    sizes: tuple[int, ...] = fixed.get(format, (in_features,))
     if format in ("int8", "fp8"):
         sizes = CPU_GROUP_SIZES if has_zeros else (*CPU_GROUP_SIZES, in_features)
     if group_size not in sizes:

@@ -35,6 +35,7 @@ class ExpertParameter:
     Attributes:
         name: ``gate_up_proj`` or ``down_proj``.
         modules: modules of an expert that it has the weights of.
+        is_interleaved: whether their outputs take turns; else those of a module come together.
     """
 
     name: str
@@ -42,6 +43,16 @@ class ExpertParameter:
     out_features: int
     in_features: int
     num_experts: int
+    is_interleaved: bool = False
+
+    def outputs_of(self, number: int, first: int, count: int) -> slice:
+        """Select the outputs of a module among the parameter's.
+
+        Args:
+            number: the module's place in `modules`.
+            first, count: its first output and their number, where modules follow each other.
+        """
+        return slice(number, None, len(self.modules)) if self.is_interleaved else slice(first, first + count)
 
 
 class ExpertNames:
@@ -52,7 +63,8 @@ class ExpertNames:
         self._linears = {path: module for module, path in experts.module_paths.items() if "{}" not in path}
         # where transformers 5 has the router, which may not be where checkpoints have it
         self._block = experts.parameters_path.rpartition(".")[0]
-        self._linears.setdefault(f"{self._block}.gate", "router")
+        if "router" in experts.module_paths:
+            self._linears.setdefault(f"{self._block}.gate", "router")
         self._each = {tuple(path.split("{}")): module for module, path in experts.module_paths.items() if "{}" in path}
         self.parameters = tuple(
             ExpertParameter(
@@ -61,6 +73,7 @@ class ExpertNames:
                 sum(experts.modules[module][0] for module in modules),
                 experts.modules[modules[0]][1],
                 experts.num_experts,
+                experts.is_interleaved,
             )
             for name, modules in PARAMETERS
         )
@@ -97,6 +110,11 @@ class ExpertNames:
     def of_parameter(self, layer: int, name: str) -> str:
         """Format the whole name of a parameter of all experts."""
         return f"{self.base.layers_path}.{layer}.{self.experts.parameters_path}.{name}"
+
+    @property
+    def parameter_paths(self) -> list[str]:
+        """Paths of the parameters of all experts inside a layer."""
+        return [f"{self.experts.parameters_path}.{parameter.name}" for parameter in self.parameters]
 
     def of_router(self, layer: int) -> str:
         """Format the whole name of the router's weight in transformers 5."""

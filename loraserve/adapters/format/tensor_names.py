@@ -402,7 +402,8 @@ def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tu
     if re.search(r"\.experts?(\.|$)", path):
         reach = f"adapters may change {names.listed(False)} only."
         if names.experts is not None:
-            reach = f"adapters may change {', '.join(names.experts.experts.module_paths.values())}."
+            of_mixture = [*names.experts.experts.module_paths.values(), *names.experts.parameter_paths]
+            reach = f"adapters may change {', '.join(of_mixture)}."
         return AdapterUnsupported, f"{text} is for a mixture's experts; on this base, {reach}"
     if part == "weight":
         norms = ", ".join(names.base.norm_paths.values())

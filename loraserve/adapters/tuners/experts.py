@@ -128,10 +128,11 @@ class ExpertTensors:
         PEFT has A's rows expert by expert, and B's columns rank by rank.
         """
         label = f"{self.names.experts.parameters_path}.{parameter.name}"
-        parts, stop = {}, 0
-        for module in parameter.modules:
-            start, stop = stop, stop + self.names.experts.modules[module][0]
-            parts[module] = slice(start, stop)
+        parts, first = {}, 0
+        for number, module in enumerate(parameter.modules):
+            count = self.names.experts.modules[module][0]
+            parts[module] = parameter.outputs_of(number, first, count)
+            first += count
         linear = BaseLinear(label, label, parameter.out_features, parameter.in_features, False, parts)
         name, a, b = self.names.of_parameter(layer, parameter.name), stored.lora_a, stored.lora_b
         if a is None or b is None or stored.lora_bias is not None:

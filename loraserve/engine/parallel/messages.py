@@ -30,7 +30,8 @@ class HoldAdapter(Struct, frozen=True, tag="hold"):
     Attributes:
         path: of the memory, by a descriptor of rank 0.
         offset, num_bytes: the rank's pages in it.
-        records: the layout's, int64, as bytes.
+        records: the layout's, int64, as bytes; expert_records: likewise, those of experts.
+        experts: (layer, expert) of each row of those.
         norms: (layer, norm, its weight).
     """
 
@@ -44,6 +45,8 @@ class HoldAdapter(Struct, frozen=True, tag="hold"):
     floats: Region
     row_ids: Region
     norms: tuple[tuple[int, str, Region], ...]
+    expert_records: bytes = b""
+    experts: tuple[tuple[int, int], ...] = ()
 
 
 class DropAdapter(Struct, frozen=True, tag="drop"):

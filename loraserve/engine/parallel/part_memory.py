@@ -14,8 +14,8 @@ from torch import Tensor
 from loraserve.engine.parallel.messages import HoldAdapter, Region
 from loraserve.errors import AdapterUnavailable
 from loraserve.model.parallel.part_bytes import aligned
-from loraserve_kernels.common.packed import PackedAdapter
-from loraserve_kernels.common.sites import COLUMNS
+from loraserve_kernels.common.packed import PackedAdapter, PackedExperts
+from loraserve_kernels.common.sites import COLUMNS, EXPERT_MODULES
 from loraserve_kernels.common.sizes import RECORD_WORDS
 
 
@@ -77,6 +77,8 @@ class PartMemory:
             floats=region(part.floats),
             row_ids=region(part.row_ids),
             norms=tuple((layer, norm, region(weight)) for (layer, norm), weight in part.norms.items()),
+            expert_records=b"" if part.experts is None else part.experts.records.tobytes(),
+            experts=() if part.experts is None else tuple(sorted(part.experts.rows, key=part.experts.rows.__getitem__)),
         )
 
 
@@ -114,7 +116,9 @@ def map_part(message: HoldAdapter, module_shapes: dict[str, tuple[int, int]]) ->
         return torch.frombuffer(pages, dtype=dtype, count=region.count, offset=region.start)
 
     shapes = [module_shapes.get(module, (0, 0)) for module in COLUMNS]
-    records = np.frombuffer(bytearray(message.records), np.int64)
+    records, of_experts = (
+        np.frombuffer(bytearray(data), np.int64) for data in (message.records, message.expert_records)
+    )
     return PackedAdapter(
         data=view(message.data),
         floats=view(message.floats),
@@ -123,6 +127,11 @@ def map_part(message: HoldAdapter, module_shapes: dict[str, tuple[int, int]]) ->
         in_features=tuple(shape[1] for shape in shapes),
         out_features=tuple(shape[0] for shape in shapes),
         norms={(layer, norm): view(region) for layer, norm, region in message.norms},
+        experts=PackedExperts.of(
+            of_experts.reshape(-1, len(EXPERT_MODULES), RECORD_WORDS),
+            {place: row for row, place in enumerate(message.experts)},
+            module_shapes,
+        ),
     )
 
 

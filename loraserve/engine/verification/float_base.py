@@ -25,7 +25,7 @@ class FloatBase:
             base: as it is served.
             device: where blocks of weights are multiplied.
         """
-        self._base = OriginalBase(model_dir, device)
+        self._base = OriginalBase(model_dir, device, base.max_model_len)
         self._files = self._stamps()
         self.note = ""
         if self._base.stored_formats:

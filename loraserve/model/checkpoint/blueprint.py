@@ -12,7 +12,7 @@ from enum import Enum
 from math import prod
 from typing import Protocol
 
-from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
+from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, UnexpectedTensor
 from loraserve.model.checkpoint.headers import StoredTensor
 from loraserve.model.checkpoint.stored_weights import ExpectedTensor, StoredWeight, find_stored_weight
 from loraserve.model.config.architecture import Architecture, ExpertPaths
@@ -20,7 +20,7 @@ from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.config.quantization_config import QuantizationConfig
 from loraserve.types import BaseSpec, Digest, ExpertsSpec
-from loraserve_kernels.common.formats import GROUP_SIZES, ROUNDED_BY_ROW, ROUNDED_IN_GROUPS
+from loraserve_kernels.common.formats import FORMATS, GROUP_SIZES, ROUNDED_BY_ROW, ROUNDED_IN_GROUPS
 from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
@@ -145,20 +145,15 @@ class Blueprint:
             weight.out_features * weight.in_features for weight in self.stored.values()
         )
 
-    def spec(
-        self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int, is_whole: bool = True
-    ) -> BaseSpec:
+    def spec(self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int) -> BaseSpec:
         """Build the base's spec, which other packages read.
 
         Args:
             dtype: of what isn't quantized.
             size_bytes: what it takes once it is resident.
-            is_whole: whether one process has the whole base. Otherwise adapters can't change a
-                mixture of experts.
         """
         config, architecture = self.config, self.config.architecture
-        experts = _experts_spec(config) if is_whole else None
-        shared = shared_expert(config) if is_whole else {}
+        experts, shared = _experts_spec(config), shared_expert(config)
         return BaseSpec(
             id=id,
             digest=digest,
@@ -268,7 +263,11 @@ def check_gpu_blocks(config: QuantizationConfig | None) -> None:
         ConfigError: they don't; it names the types.
     """
     schemes = () if config is None or config.by_path is None else config.by_path.values()
-    unread = {one.block_type for one in schemes if not one.is_symmetric or one.group_size not in GROUP_SIZES}
+    unread = {
+        one.block_type
+        for one in schemes
+        if not one.is_symmetric or one.group_size not in GROUP_SIZES or one.format not in FORMATS
+    }
     if unread:
         raise ConfigError(
             f"The file has weights in {', '.join(sorted(unread))}, which aren't served on GPUs yet.",
@@ -280,7 +279,8 @@ def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str
     """Choose the formats of weights whose activations are rounded to int8 on a CPU.
 
     By row they are ``int8``, for weights by output channel, and ``int4``; in groups of 32 inputs
-    ``int8-g32`` and ``int4-g32``, which weights take that aren't rotated and have such groups.
+    ``int8-g32``, ``int4-g32`` and ``mxfp4-g32``, which weights take that aren't rotated and have
+    such groups.
 
     Args:
         activation_dtype: ``int8``: all. ``float``: none. ``auto``: all where float weights are
@@ -300,8 +300,8 @@ def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str
             )
         if not _can_round(blueprint):
             raise ConfigError(
-                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 or int4 "
-                "weights, which int8 activations need.",
+                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8, int4 "
+                "or mxfp4 weights, which int8 activations need.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
         return ROUNDED_BY_ROW | ROUNDED_IN_GROUPS
@@ -317,7 +317,7 @@ def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str
 def _can_round(blueprint: WeightFormats) -> bool:
     if {"int8", "int4"} & {blueprint.quantize, blueprint.head_quantize}:
         return True
-    return any(weight.scheme.format in ("int4", "int8") for weight in blueprint.stored.values())
+    return any(f"{weight.scheme.format}-g32" in ROUNDED_IN_GROUPS for weight in blueprint.stored.values())
 
 
 def context_len(config: ModelConfig, max_model_len: int | None) -> int:
@@ -534,17 +534,7 @@ def _check(blueprint: Blueprint, unread: set[str]) -> None:
             hint="Check num_hidden_layers, the bias flags, the architecture and quantization_config in config.json.",
         )
     for name, expected in blueprint.expected.items():
-        if expected.shapes is not None and stored[name].shape not in expected.shapes:
-            shapes_text = " or ".join(str(list(shape)) for shape in expected.shapes)
-            raise ShapeMismatch(
-                f"The tensor {name} has the shape {list(stored[name].shape)}; expected {shapes_text} from config.json.",
-                hint="Check that config.json belongs to this checkpoint.",
-            )
-        if stored[name].dtype not in expected.dtypes:
-            raise ModelError(
-                f"The tensor {name} is stored as {stored[name].dtype}; expected {' or '.join(expected.dtypes)}.",
-                hint="Check quantization_config in config.json, or give the float checkpoint.",
-            )
+        expected.check(stored[name])
 
 
 def _listed(names: list[str]) -> str:

@@ -108,6 +108,7 @@ def load_model(
     if config.wrapper is not None:
         logger.info("serving the decoder of %s; the tensors that read images are left out", config.wrapper)
     context = context_len(config, max_model_len)
+    config = config.for_context(context)
     checkpoint = open_checkpoint(model_dir)
     blueprint = draw(config, checkpoint.tensors, quantize)
     if member is not None:
@@ -215,7 +216,6 @@ class _Loader:
             dtype=str(self._dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             size_bytes=facts.num_bytes,
-            is_whole=part is None and stage.is_first and stage.is_last,
         )
         if self._device == "cpu":
             log_choices()

@@ -40,14 +40,18 @@ class OriginalBase:
         device: where blocks of weights go, to be multiplied.
     """
 
-    def __init__(self, model_dir: Path, device: torch.device) -> None:
+    def __init__(self, model_dir: Path, device: torch.device, max_model_len: int | None = None) -> None:
         """Read the headers and check them.
+
+        Args:
+            max_model_len: the longest context that is served; None: the config's.
 
         Raises:
             UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
                 wrong with the directory, and where.
         """
-        self.config, self.device = read_config(model_dir), device
+        config = read_config(model_dir)
+        self.config, self.device = config.for_context(max_model_len or config.max_model_len), device
         self._checkpoint = open_checkpoint(model_dir)
         self._blueprint = draw(self.config, self._checkpoint.tensors, "none")
         self._sites: dict[tuple[int, str], StreamedLinear] = {}

@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loraserve.errors import ModelError
+from loraserve.errors import ModelError, ShapeMismatch
 from loraserve.model.checkpoint.headers import FLOATS, ITEM_SIZES, StoredTensor
 from loraserve.model.config.formats import kernels_group_size
 from loraserve.model.config.gguf_types import BLOCK_FORMATS
 from loraserve.model.config.quantization_config import Layout, QuantizationConfig, Scheme
-from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE
+from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE, PACKED_FORMATS
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 
@@ -30,6 +30,25 @@ class ExpectedTensor:
 
     shapes: tuple[tuple[int, ...], ...] | None
     dtypes: tuple[str, ...] = FLOATS
+
+    def check(self, stored: StoredTensor) -> None:
+        """Check a tensor of a file.
+
+        Raises:
+            ShapeMismatch, ModelError: it has another shape, or another dtype.
+        """
+        if self.shapes is not None and stored.shape not in self.shapes:
+            shapes_text = " or ".join(str(list(shape)) for shape in self.shapes)
+            raise ShapeMismatch(
+                f"The tensor {stored.name} has the shape {list(stored.shape)}; expected {shapes_text} from "
+                "config.json.",
+                hint="Check that config.json belongs to this checkpoint.",
+            )
+        if stored.dtype not in self.dtypes:
+            raise ModelError(
+                f"The tensor {stored.name} is stored as {stored.dtype}; expected {' or '.join(self.dtypes)}.",
+                hint="Check quantization_config in config.json, or give the float checkpoint.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +71,15 @@ class StoredWeight:
     unread: tuple[str, ...] = ()
     num_scales: int = 1
 
+    def expected(self) -> dict[str, ExpectedTensor]:
+        """Map the whole name of each tensor to what it must be."""
+        dot = "" if self.scheme.layout is Layout.MXFP4 else "."
+        return {f"{self.path}{dot}{suffix}": tensor for suffix, tensor in self.tensors.items()}
+
     @property
     def has_groups(self) -> bool:
         """Whether an output channel has scales for groups of its inputs, and not one alone."""
-        return self.scheme.format in ("int4", "nf4") or self.num_scales > 1 or not self.scheme.is_symmetric
+        return self.scheme.format in PACKED_FORMATS or self.num_scales > 1 or not self.scheme.is_symmetric
 
     @property
     def group_size(self) -> int:

@@ -97,6 +97,7 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("Q6_K", "int8", 16, False),
         ("IQ4_NL", "int8", 32, False),
         ("IQ4_XS", "int8", 32, False),
+        ("MXFP4", "mxfp4", 32, False),
     )
 }
 """Formats by the type's name."""

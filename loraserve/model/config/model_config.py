@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -126,6 +126,11 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None
     experts: ExpertsConfig | None = None
     wrapper: str | None = None
+
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """Build the config of a base that serves contexts up to this length."""
+        local_rope = None if self.local_rope is None else self.local_rope.within(max_model_len)
+        return replace(self, rope=self.rope.within(max_model_len), local_rope=local_rope)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -257,13 +262,13 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         raise ModelError(
             f"config.json: num_attention_heads {num_heads} isn't a multiple of num_key_value_heads {num_kv_heads}."
         )
-    context = fields.count("max_position_embeddings")
+    context = stated = fields.count("max_position_embeddings")
     rope, local_rope = read_ropes(fields, context)
     for some in (rope, local_rope):
         if some is not None:
             check_rotated(some, head_dim)
     if rope.type is RopeType.LONGROPE or architecture.has_query_scale:
-        # past that longrope turns every position otherwise, those whose keys are cached too
+        # past that longrope turns every position otherwise
         if rope.original_max_position_embeddings == 0:
             raise ModelError(
                 f"config.json has no rope_parameters.original_max_position_embeddings, which {architecture.name} needs."
@@ -289,9 +294,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         local_rope=local_rope,
         layer_ropes=layer_ropes,
         max_model_len=context,
-        max_stretched_len=context
-        if architecture.has_query_scale
-        else min(stretched_context(r, context) for r in (rope, local_rope) if r is not None),
+        max_stretched_len=_stretched_len(architecture, (rope, local_rope), context, stated),
         eos_token_ids=read_end_tokens(config, generation_config),
         attention_scale=_attention_scale(fields, head_dim),
         embedding_scale=math.sqrt(hidden_size)
@@ -464,3 +467,19 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a JSON {type(value).__name__}; expected an object.")
     return value
+
+
+def _stretched_len(architecture: Architecture, ropes: Sequence[RopeConfig | None], context: int, stated: int) -> int:
+    """Compute the longest context that the ropes cover.
+
+    Args:
+        context: served unless more is asked for.
+        stated: the config's.
+    """
+    if architecture.has_query_scale:
+        return context
+    return min(
+        max(context, stated) if rope.long_factors else stretched_context(rope, context)
+        for rope in ropes
+        if rope is not None
+    )

@@ -32,7 +32,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "higgs": ("HIGGS's codebooks", f"{_QUANTIZE} int4."),
     "hqq": ("HQQ's weights with zeros in floats", f"{_QUANTIZE} int4, which searches ranges likewise."),
     "modelopt": ("ModelOpt's FP8 or NVFP4 weights", f"{_QUANTIZE} fp8, or take a checkpoint with quant_method fp8."),
-    "mxfp4": ("MXFP4's weights with scales that are powers of two", f"{_QUANTIZE} int4."),
     "mxfp8": ("MXFP8's weights with scales that are powers of two", f"{_QUANTIZE} fp8."),
     "nvfp4": ("NVFP4's weights with two levels of scales", f"{_QUANTIZE} int4."),
     "quanto": ("Quanto's weights", f"{_QUANTIZE} int8 or int4."),
@@ -61,6 +60,14 @@ def _gguf(fields: QuantizationFields) -> QuantizationConfig:
     return QuantizationConfig("gguf", (), (), by_path=schemes)
 
 
+def _mxfp4(fields: QuantizationFields) -> QuantizationConfig:
+    """Parse the config of a checkpoint whose experts are in MXFP4, as gpt-oss is published.
+
+    The files show which: ``modules_to_not_convert`` isn't needed.
+    """
+    return QuantizationConfig("mxfp4", (), ())
+
+
 _PARSERS: Mapping[str, Callable[[QuantizationFields], QuantizationConfig]] = {
     "compressed-tensors": parse_compressed_tensors,
     "gptq": parse_gptq,
@@ -69,6 +76,7 @@ _PARSERS: Mapping[str, Callable[[QuantizationFields], QuantizationConfig]] = {
     "fp8": parse_fp8,
     "fbgemm_fp8": parse_fp8,
     "gguf": _gguf,
+    "mxfp4": _mxfp4,
 }
 
 METHODS = (*_PARSERS, "bitsandbytes")

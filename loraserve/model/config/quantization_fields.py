@@ -12,7 +12,7 @@ from loraserve_kernels.common.formats import GROUP_SIZES
 
 HINT = (
     "Supported formats: GGUF, GPTQ and AutoRound with 4 or 8 bits, AWQ (gemm), FP8 by tensor, channel or block, "
-    "compressed-tensors with int8, int4 or FP8 weights, and bitsandbytes NF4. "
+    "compressed-tensors with int8, int4 or FP8 weights, bitsandbytes NF4, and gpt-oss' MXFP4. "
     "Otherwise, give the float checkpoint and --quantize int8, int4, nf4 or fp8."
 )
 

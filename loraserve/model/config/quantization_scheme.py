@@ -40,6 +40,10 @@ class Layout(StrEnum):
     """
     GGUF = "gguf"
     """``weight``: rows of blocks, as llama.cpp's types have them."""
+    MXFP4 = "mxfp4"
+    """``_blocks`` of a parameter of all experts [experts, outputs, groups, 16] uint8: the codes of
+    two inputs in a byte; ``_scales`` [experts, outputs, groups] uint8: exponents of two plus 127.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Scheme:
     """Format in which a linear's weight is stored.
 
     Attributes:
-        format: ``int8``, ``int4``, ``fp8`` or ``nf4``.
+        format: ``int8``, ``int4``, ``fp8``, ``nf4`` or ``mxfp4``.
         group_size: inputs that share a scale; None: one scale per output channel or per tensor, as
             the tensor's shape says.
         is_symmetric: False: each group has a zero point.
@@ -89,7 +93,7 @@ class QuantizationConfig:
 
     Attributes:
         method: as the config names it: ``compressed-tensors``, ``bitsandbytes``, ``gptq``,
-            ``awq``, ``auto-round``, ``fp8``, ``fbgemm_fp8`` or ``gguf``.
+            ``awq``, ``auto-round``, ``fp8``, ``fbgemm_fp8``, ``mxfp4`` or ``gguf``.
         targets: (target, scheme) in the order in which they are tried: a module's path, ``re:`` and
             an expression that its path begins with, or ``Linear``.
         ignore: targets whose linears are stored in a float dtype.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -37,8 +37,8 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3's.
         beta_fast, beta_slow, truncate: yarn's.
         attention_factor: what cosines and sines are multiplied with (yarn, longrope).
-        short_factors: what each pair's period is multiplied with (longrope, within the original
-            context; past it there are others, which aren't implemented).
+        short_factors: what each pair's period is multiplied with (longrope).
+        long_factors: the same of contexts past the original one; empty: there are none.
         rotated: the part of a head's elements that turn: the first ones.
     """
 
@@ -54,6 +54,17 @@ class RopeConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     rotated: float = 1.0
+    long_factors: tuple[float, ...] = ()
+
+    def within(self, context: int) -> RopeConfig:
+        """Choose the rope of contexts up to this length.
+
+        Past the original one, longrope turns every position by other factors: transformers turns a
+        sequence by those of its length, keys that are cached too. Here a base has one rope.
+        """
+        if not self.long_factors or context <= self.original_max_position_embeddings:
+            return self
+        return replace(self, short_factors=self.long_factors, long_factors=())
 
     def rotated_dim(self, head_dim: int) -> int:
         """Compute the number of a head's elements that turn."""
@@ -61,7 +72,7 @@ class RopeConfig:
 
     def identity(self) -> dict[str, object]:
         """Fields, JSON-able."""
-        later = {"short_factors": (), "rotated": 1.0}
+        later = {"short_factors": (), "rotated": 1.0, "long_factors": self.long_factors}
         # a base whose rope doesn't have these keeps the digest that it had before they were known
         names = [name for name in RopeConfig.__slots__ if name != "type" and getattr(self, name) != later.get(name)]
         return {"type": self.type.value, **{name: getattr(self, name) for name in names}}
@@ -105,8 +116,10 @@ def check_rotated(rope: RopeConfig, head_dim: int) -> None:
             f"config.json: partial_rotary_factor {rope.rotated:g} of heads of {head_dim} elements is {dim}; "
             "expected an even number."
         )
-    if rope.type is RopeType.LONGROPE and len(rope.short_factors) != dim // 2:
-        raise ModelError(f"config.json: short_factor has {len(rope.short_factors)} numbers; expected {dim // 2}.")
+    if rope.type is RopeType.LONGROPE:
+        for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+            if len(factors) != dim // 2 and (factors or name == "short_factor"):
+                raise ModelError(f"config.json: {name} has {len(factors)} numbers; expected {dim // 2}.")
 
 
 def _rope(
@@ -173,6 +186,7 @@ def _rope(
             original_max_position_embeddings=original,
             attention_factor=number("attention_factor", stretch),
             short_factors=_factors(rope.get("short_factor"), f"{source}.short_factor"),
+            long_factors=_factors(rope.get("long_factor", []), f"{source}.long_factor"),
             rotated=rotated,
         )
     truncate = rope.get("truncate", True)

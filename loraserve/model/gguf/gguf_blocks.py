@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from loraserve.model.config.gguf_types import BLOCK_FORMATS
-from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles
+from loraserve_kernels.common.formats import PACKED_FORMATS
+from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles, powers_of_two
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -23,8 +24,8 @@ class _Groups:
     """Contents of blocks, ``w = scale · code + minimum``.
 
     Attributes:
-        codes: [rows, groups, group_size], uint8 of int4 and with minima, where int4's without are 8
-            more than their value; int8 else.
+        codes: [rows, groups, group_size], uint8 of mxfp4, of int4 and with minima, where int4's
+            without are 8 more than their value; int8 else.
         scales, minima: [rows, groups] float32.
     """
 
@@ -47,7 +48,7 @@ def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWei
     if groups.minima is not None:
         scales, zeros = _scales_and_zeros(scales, groups.minima)
     codes = codes.view(rows, in_features)
-    if form.format == "int4":
+    if form.format in PACKED_FORMATS:
         codes = pack_nibbles(codes)
     elif zeros is not None:
         # a code of int8 with zeros stands for its value and 128
@@ -191,6 +192,10 @@ def _iq4_xs(blocks: Tensor) -> _Groups:
     return _Groups(table[_nibbles(octets).int()], _halves(blocks, 0)[..., None] * (lows + (highs << 4) - 32), None)
 
 
+def _mxfp4(blocks: Tensor) -> _Groups:
+    return _Groups(_nibbles(blocks[..., 1:]), powers_of_two(blocks[..., 0]), None)
+
+
 _UNPACK: Mapping[str, Callable[[Tensor], _Groups]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -204,4 +209,5 @@ _UNPACK: Mapping[str, Callable[[Tensor], _Groups]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -11,7 +11,13 @@ from loraserve.errors import ModelError
 from loraserve.model.config.architecture import Architecture, Window
 from loraserve.model.config.gguf_types import FLOAT_TYPES
 from loraserve.model.gguf.gguf_file import Gguf
-from loraserve.model.gguf.gguf_layout import ROPE_FACTORS, architecture_of, place_tensors
+from loraserve.model.gguf.gguf_layout import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+    place_tensors,
+)
 
 _LLAMA3: Sequence[Mapping[str, Any]] = tuple(
     {
@@ -170,11 +176,8 @@ def _check_sections(gguf: Gguf) -> None:
 
 
 def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    if any(name.startswith("rope_factors_") for name in gguf.tensors):
-        raise ModelError(
-            f"{gguf.files[0]} has rope_factors_long, a longrope whose settings the file doesn't hold.",
-            hint="Give the Hugging Face directory of the base.",
-        )
+    if LONG_FACTORS in gguf.tensors or SHORT_FACTORS in gguf.tensors:
+        return _longrope_scaling(gguf)
     if ROPE_FACTORS in gguf.tensors:
         return _llama3_scaling(gguf, config)
     kind = gguf.value("rope.scaling.type")
@@ -199,12 +202,7 @@ def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:
     """Find the published scaling whose factors these are."""
-    tensor = gguf.tensors[ROPE_FACTORS]
-    if tensor.type.name != "F32":
-        raise ModelError(f"{tensor.file}: {ROPE_FACTORS} is {tensor.type.name}; expected F32.")
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.begin)
-        found = struct.unpack(f"<{tensor.shape[-1]}f", file.read(tensor.end - tensor.begin))
+    tensor, found = gguf.tensors[ROPE_FACTORS], _factors(gguf, ROPE_FACTORS)
     for scaling in _LLAMA3:
         expected = _llama3_factors(scaling, config["rope_theta"], config["head_dim"])
         if len(expected) == len(found) and all(
@@ -215,6 +213,30 @@ def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:
         f"{tensor.file}: the factors in {ROPE_FACTORS} are of no scaling that Llama 3 was published with.",
         hint="Give the Hugging Face directory of the base.",
     )
+
+
+def _longrope_scaling(gguf: Gguf) -> dict[str, Any]:
+    """Read the factors of Phi 3, and what cosines and sines are multiplied with."""
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": list(_factors(gguf, SHORT_FACTORS)),
+        "long_factor": list(_factors(gguf, LONG_FACTORS)),
+        "original_max_position_embeddings": gguf.count("rope.scaling.original_context_length"),
+    }
+    if gguf.value("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = gguf.number("rope.scaling.attn_factor")
+    return scaling
+
+
+def _factors(gguf: Gguf, name: str) -> tuple[float, ...]:
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        raise ModelError(f"{gguf.files[0]} has no {name}.", hint="Convert the model again.")
+    if tensor.type.name != "F32":
+        raise ModelError(f"{tensor.file}: {name} is {tensor.type.name}; expected F32.")
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        return struct.unpack(f"<{tensor.shape[-1]}f", file.read(tensor.end - tensor.begin))
 
 
 def _llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:

@@ -15,6 +15,7 @@ from loraserve.model.config.architectures import ARCHITECTURES
 from loraserve.model.gguf.gguf_file import Gguf, GgufTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensor of the divisors of Llama 3's frequencies, which elsewhere are a part of the config."""
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<name>.+)")
 _SUFFIXES = (".weight", ".bias")
@@ -196,7 +197,7 @@ def place_tensors(gguf: Gguf) -> Iterator[PlacedTensor]:
     whole = {"token_embd.weight": architecture.embedding, "output.weight": architecture.head}
     names = layer_paths(layout)
     for tensor in gguf.tensors.values():
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
             continue
         if tensor.name == "output_norm.weight":
             yield PlacedTensor(architecture.norm, tensor, offset=layout.norm_offset)

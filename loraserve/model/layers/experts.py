@@ -87,21 +87,13 @@ class MixtureOfExperts:
         weights, chosen = scores.softmax(-1).topk(self.num_chosen)
         if self.is_normed:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        # the rows' choices, expert by expert
-        choices = chosen.flatten().argsort(stable=True)
-        first = 0
-        for number, (expert, count) in enumerate(
-            zip(self.experts, chosen.flatten().bincount(minlength=len(self.experts)).tolist(), strict=True)
-        ):
-            if not count:
-                continue
-            mine = choices[first : first + count]
-            rows = mine // self.num_chosen
+
+        def one(number: int, rows: Tensor) -> Tensor:
             # in their order, so that an adapter's are one range of them
             segments = adapted.segments(number, rows.numpy()) if adapted else ()
-            out.index_add_(0, rows, self._expert(expert, x[rows], segments).mul_(weights.flatten()[mine, None]))
-            first += count
+            return self._expert(self.experts[number], x[rows], segments)
+
+        out = mixed(x, chosen, weights, len(self.experts), one)
         if self.shared is not None:
             weight = self.shared.gate(x)
             if adapted:
@@ -124,6 +116,30 @@ class MixtureOfExperts:
         if self.shared is None:
             return None
         return self.shared.gate_up if site == "gate_up" else self.shared.down
+
+
+def mixed(
+    x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Sum the outputs of each row's experts, weighted, in the experts' order.
+
+    Args:
+        x: [num_tokens, hidden_size] float32.
+        chosen: [num_tokens, n], numbers of each row's experts; weights: likewise, float32.
+        expert: computes the outputs of an expert for some rows, ascending, in memory of their own.
+    """
+    out, num_chosen = torch.zeros_like(x), chosen.shape[1]
+    # the rows' choices, expert by expert
+    choices = chosen.flatten().argsort(stable=True)
+    first = 0
+    for number, count in enumerate(chosen.flatten().bincount(minlength=num_experts).tolist()):
+        if not count:
+            continue
+        mine = choices[first : first + count]
+        rows = mine // num_chosen
+        out.index_add_(0, rows, expert(number, rows).mul_(weights.flatten()[mine, None]))
+        first += count
+    return out
 
 
 def make_mixture(

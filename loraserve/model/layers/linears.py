@@ -28,7 +28,7 @@ from loraserve_kernels.common.arithmetic import (
     Arithmetic,
     activation_rounding,
 )
-from loraserve_kernels.common.formats import ROUNDED_IN_GROUPS
+from loraserve_kernels.common.formats import ROUNDED_IN_GROUPS, STORED_FORMATS
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize, unpermute
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu import instructions
@@ -158,7 +158,7 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: they can't, or nowhere.
     """
-    if quantize not in ("none", *FORMATS):
+    if quantize not in ("none", *STORED_FORMATS):
         raise ConfigError(f"Quantization {quantize!r} isn't available; expected none, {', '.join(FORMATS)}.")
     if dtype not in DTYPES:
         raise ConfigError(f"The dtype {dtype} isn't available; expected float32, bfloat16 or float16.")

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from loraserve.errors import LoraserveError, ModelError, UnknownArchitecture
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.layers.linears import rounding_of_row
+from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.modelling.attention import NAME, Heads, PagedAttending
+from loraserve.model.modelling.expert_modules import AdaptedExperts
 from loraserve.model.modelling.mixers import SequenceGroup, SequenceState, group_sequences
 from loraserve.model.modelling.modelled_base import run_model
 from loraserve.model.modelling.modules import AdaptedLinear, RunningStep
@@ -69,10 +70,7 @@ def check_first_batch(
     finally:
         step.inputs = step.hidden = skeleton.attention.attending = None
     difference, deviation = float((found - expected).square().mean().sqrt()), float(expected.std())
-    is_rounding = any(
-        isinstance(module, AdaptedLinear) and rounding_of_row(module.base, 0) is not None
-        for module in skeleton.model.modules()
-    )
+    is_rounding = any(rounding_of_row(linear, 0) is not None for linear in _linears(skeleton))
     # of NaN, which isn't larger than anything, `check_first_step` names the weight
     if difference > (_MAX_ROUNDED_DIFFERENCE if is_rounding else _MAX_DIFFERENCE) * deviation:
         raise UnknownArchitecture(
@@ -123,6 +121,14 @@ def _mixed(
     }
     kv_shape = len(attending.caches), num_kv_heads, head_dim
     return torch.cat([rows for part in parts for rows in part]), kv_shape, state_shapes
+
+
+def _linears(skeleton: Skeleton) -> Iterator[Linear]:
+    for module in skeleton.model.modules():
+        if isinstance(module, AdaptedLinear):
+            yield module.base
+        elif isinstance(module, AdaptedExperts):
+            yield from module.linears()
 
 
 class _Attending:

@@ -1,7 +1,7 @@
 """Loading of a base that transformers' modelling code computes.
 
-Tensors stream in as for the native decoder; linears become this engine's, in any of its formats.
-What isn't a linear (norms, experts that the code has in one tensor) is float32.
+Tensors stream in as for the native decoder; linears and experts become this engine's, in any of its
+formats. What isn't a linear (norms, routers) is float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from loraserve.errors import (
     InvariantViolation,
     MissingTensor,
     ShapeMismatch,
-    UnexpectedTensor,
     UnknownArchitecture,
 )
 from loraserve.model.checkpoint.blueprint import (
@@ -40,9 +39,22 @@ from loraserve.model.checkpoint.site import Site, make_site, return_free_memory
 from loraserve.model.checkpoint.stored_weights import StoredWeight, find_stored_weight
 from loraserve.model.config.formats import Rotations, group_size
 from loraserve.model.config.model_config import read_end_tokens, read_object
-from loraserve.model.config.quantization_config import QuantizationConfig, parse_quantization
+from loraserve.model.config.quantization_config import Layout, QuantizationConfig, parse_quantization
 from loraserve.model.layers.linears import Linear, quantize_weight
 from loraserve.model.modelling.conversions import Conversions
+from loraserve.model.modelling.expert_modules import (
+    DOWN,
+    GATE_UP,
+    AdaptedExperts,
+    LinearsSite,
+    ParametersSite,
+    PlacedExperts,
+    ReferenceExperts,
+    experts_spec,
+    place_experts,
+    stored_linears,
+    stored_parameters,
+)
 from loraserve.model.modelling.first_batch import check_first_batch
 from loraserve.model.modelling.modelled_base import ModelledBase
 from loraserve.model.modelling.modelled_pass import Current, ReferenceEmbedding, ReferenceHead, ReferenceLinear
@@ -55,8 +67,10 @@ from loraserve.model.modelling.skeleton import (
     read_modelled_config,
 )
 from loraserve.model.modelling.slots import Placed, place_linears
+from loraserve.model.modelling.tensor_check import TensorCheck, listed
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec, Digest
+from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.sites import COLUMNS
 
 _NO_IDENTITY = (
@@ -72,9 +86,6 @@ _NO_IDENTITY = (
     "use_cache",
 )
 """Fields of config.json that don't change what a base computes, or that its digest has anyway."""
-
-_FLOATS = ("BF16", "F16", "F32")
-"""Dtypes of tensors that hold weights themselves, not codes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +197,16 @@ class _Loader:
         self._skeleton, self._checkpoint, self._dtype, self._progress = skeleton, checkpoint, dtype, progress
         self._quantization, self._asked = quantization, quantize
         model = skeleton.model
-        self._placed = place_linears(skeleton)
+        self._placed, self._placed_experts = place_linears(skeleton), place_experts(skeleton)
         self._embedding_path, self._head_path = _outer_paths(skeleton)
         self._head: nn.Linear = model.get_submodule(self._head_path)
         self._conversions = Conversions(model, list(checkpoint.tensors))
         self._sites: dict[tuple[int, str], Site] = {}
         self._head_site: Site | None = None
+        self._expert_sites: list[ParametersSite | LinearsSite] = []
+        self._experts: dict[int, AdaptedExperts] = {}
         self._sinks: dict[str, Callable[[Tensor], None]] = {}
+        self._expert_sinks: dict[str, Callable[[Tensor], None]] = {}
         self._unread: set[str] = set()
         self._step = RunningStep()
 
@@ -223,13 +237,16 @@ class _Loader:
             for path, shape in shapes.items()
         }
         stored = {path: weight for path, weight in found.items() if weight is not None}
+        of_experts = self._stored_experts()
+        tensors = {self._conversions.targets.get(name, name): one for name, one in self._checkpoint.tensors.items()}
+        stored |= of_experts
         quantize = self._asked
         if stored:
             check_contradiction(
                 self._quantization, sorted({weight.scheme.format for weight in stored.values()}), quantize
             )
             quantize = "none"
-        if quantize != "none" and not self._placed:
+        if quantize != "none" and not self._placed and not self._placed_experts:
             raise ConfigError(
                 f"--quantize {quantize}: the layers of {self._skeleton.architecture} have no linear that can be "
                 "rounded.",
@@ -243,6 +260,8 @@ class _Loader:
         self._gather_dtype = self._dtype if quantize == "none" else torch.float32
         for one in self._placed:
             self._add_site(one)
+        for experts in self._placed_experts:
+            self._add_experts(experts)
         if not self._is_tied:
             self._head_site = self._make_site(
                 self._plan(SiteKind.HEAD, 0, "lm_head", self._head_path, head, self._formats.head_quantize)
@@ -264,17 +283,27 @@ class _Loader:
             path = f"{skeleton.layers_path}.{one.layer}.{one.path}"
             linear = linears[one.layer, one.path]
             _replace(model, path, AdaptedLinear(linear, one.in_features, one.slot, one.layer, self._step))
+        for site in self._expert_sites:
+            placed = site.placed
+            adapted = AdaptedExperts(placed, site.experts(), self._step)
+            self._experts[placed.layer] = adapted
+            _replace(model, self._path_of(placed), adapted)
         _replace(model, self._embedding_path, AdaptedEmbedding(embedding, scale, self._step))
         _replace(model, self._head_path, AdaptedHead(head_linear, head.in_features, self._step))
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if left:
             raise MissingTensor(
-                f"The checkpoint lacks {_listed(left)}, which transformers' {skeleton.architecture} has.",
+                f"The checkpoint lacks {listed(left)}, which transformers' {skeleton.architecture} has.",
                 hint="Fetch the checkpoint again, or check config.json.",
             )
-        size_bytes = sum(linear.num_bytes for linear in linears.values()) + head_linear.num_bytes + embedding.nbytes
+        every = [
+            *linears.values(),
+            *(linear for one in self._experts.values() for linear in one.linears()),
+            head_linear,
+        ]
+        size_bytes = sum(linear.num_bytes for linear in every) + embedding.nbytes
         size_bytes += sum(parameter.nbytes for parameter in model.parameters())
-        spec = self._spec(model_id, max_model_len, eos_token_ids, size_bytes, [*linears.values(), head_linear])
+        spec = self._spec(model_id, max_model_len, eos_token_ids, size_bytes, every)
         spec = msgspec.structs.replace(spec, digest=base_digest(identity, tensors))
         log_choices()
         self._progress.begin("computing a first batch in transformers' code")
@@ -314,6 +343,57 @@ class _Loader:
         site = self._make_site(self._plan(SiteKind.LAYER, one.layer, one.slot or "", path, one, quantize))
         self._sites[one.layer, one.path] = site
 
+    def _stored_experts(self) -> dict[str, StoredWeight]:
+        """Find the experts' weights that the checkpoint holds quantized, by their paths.
+
+        Those of single experts aren't merged.
+        """
+        if self._quantization is None:
+            return {}
+        conversions, stored = self._conversions, dict[str, StoredWeight]()
+        tensors = {
+            conversions.apart.get(name) or conversions.targets.get(name, name): tensor
+            for name, tensor in self._checkpoint.tensors.items()
+        }
+
+        def find(path: str, shape: tuple[int, int]) -> StoredWeight | None:
+            return find_stored_weight(self._quantization, path, shape, tensors, has_bias=False)
+
+        for placed in self._placed_experts:
+            path = self._path_of(placed)
+            if self._quantization.method == "mxfp4":
+                stored |= stored_parameters(placed, path, tensors)
+            elif own := stored_linears(placed, path, tensors, find):
+                stored |= own
+                conversions.leave(f"{path}.")
+        return stored
+
+    def _path_of(self, placed: PlacedExperts) -> str:
+        return f"{self._skeleton.layers_path}.{placed.layer}.{placed.path}"
+
+    def _add_experts(self, placed: PlacedExperts) -> None:
+        quantize, path, stored = self._formats.quantize, self._path_of(placed), self._formats.stored
+        own = [weight for name, weight in stored.items() if name.startswith(f"{path}.") and weight.tensors]
+        if own and own[0].scheme.layout is not Layout.MXFP4:
+            linears = LinearsSite(placed, path, stored, make=self._backend.linear, dtype=self._gather_dtype)
+            self._sinks |= linears.sinks
+            self._unread.update(f"{weight.path}.{suffix}" for weight in own for suffix in weight.unread)
+            self._expert_sites.append(linears)
+            return
+        if quantize != "none":
+            # refuses a width before anything is read
+            for parameter in (GATE_UP, DOWN):
+                group_size(quantize, placed.shape(parameter)[1])
+
+        def round_(weight: Tensor) -> Tensor | QuantizedWeight:
+            if quantize == "none":
+                return weight.to(self._dtype)
+            return quantize_weight(weight.float(), quantize, self._rotations.block(quantize, weight.shape[1]))
+
+        site = ParametersSite(placed, path, make=self._backend.linear, round_=round_)
+        self._expert_sites.append(site)
+        self._expert_sinks |= site.sinks(stored)
+
     def _make_site(self, plan: SitePlan) -> Site:
         site, sinks = make_site(
             plan,
@@ -332,65 +412,21 @@ class _Loader:
 
     def _check_names(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Compare names and shapes, before a byte of weights is read."""
-        name_of_model, model = self._skeleton.architecture, self._skeleton.model
-        state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        linears = {f"{self._skeleton.layers_path}.{one.layer}.{one.path}" for one in self._placed} | {self._head_path}
-        plain = {name: shape for name, shape in state.items() if name.rpartition(".")[0] not in linears}
-        made = set(self._conversions.gathered.values())
-        self._check_floats(tensors, set(plain))
-        needed = set(self._sinks) | {name for name, _ in model.named_parameters() if name in plain and name not in made}
-        # merged tensors give several names of the model, of which the first alone is known; none is
-        # a linear's
-        missing = [name for name in needed if name not in tensors and (not made or name in self._sinks)]
-        if missing:
-            raise MissingTensor(
-                f"The checkpoint lacks {_listed(sorted(missing))}; transformers' {name_of_model} with this "
-                "config.json needs it.",
-                hint="Fetch the checkpoint again, or check config.json.",
-            )
-        gathered = set(self._conversions.gathered)
-        unexpected = [
-            name
-            for name in tensors
-            if name not in self._sinks
-            and name not in plain
-            and name not in self._unread
-            and name not in gathered
-            and name not in self._conversions.ignored
-            and not (self._is_tied and name.startswith(f"{self._head_path}."))
-        ]
-        if unexpected:
-            raise UnexpectedTensor(
-                f"The checkpoint holds {_listed(unexpected)}, which transformers' {name_of_model} with this "
-                "config.json doesn't have: ignoring tensors would change the answers.",
-                hint="Check config.json.",
-            )
-        for name, tensor in tensors.items():
-            shape = state.get(name)
-            is_float = name.rpartition(".")[0] not in self._formats.stored
-            if shape is not None and is_float and name not in gathered and tensor.shape != shape:
-                raise ShapeMismatch(
-                    f"The tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} from config.json.",
-                    hint="Check that config.json belongs to this checkpoint.",
-                )
-
-    def _check_floats(self, tensors: Mapping[str, StoredTensor], plain: set[str]) -> None:
-        """Refuse codes of quantized weights where the model has no linear, as of experts."""
-        parameters = {name for name, _ in self._skeleton.model.named_parameters()} & plain
-        codes = [
-            name
-            for name, tensor in tensors.items()
-            if (name in self._conversions.gathered or name in parameters) and tensor.dtype not in _FLOATS
-        ]
-        if self._quantization is not None:
-            known = {*self._sinks, *plain, *self._unread, *self._conversions.gathered, *self._conversions.ignored}
-            codes += [name for name in tensors if name not in known and ".experts." in name]
-        if codes:
-            raise UnexpectedTensor(
-                f"The checkpoint holds {_listed(sorted(codes))}, quantized; transformers' "
-                f"{self._skeleton.architecture} has no linear of its own there, and other weights are floats.",
-                hint="Give the float checkpoint; --quantize rounds its linears.",
-            )
+        layers = self._skeleton.layers_path
+        replaced = {f"{layers}.{one.layer}.{one.path}" for one in self._placed} | {self._head_path}
+        replaced |= {self._path_of(site.placed) for site in self._expert_sites if isinstance(site, LinearsSite)}
+        check = TensorCheck(
+            self._skeleton,
+            self._conversions,
+            self._formats.stored,
+            frozenset(self._sinks),
+            frozenset(self._expert_sinks),
+            frozenset(self._unread),
+            frozenset(replaced),
+            self._head_path if self._is_tied else None,
+            is_quantized=self._quantization is not None,
+        )
+        check.check(tensors)
 
     def _stream(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Put every tensor in its place, and return what the digest of the base is made of."""
@@ -399,18 +435,18 @@ class _Loader:
         for number, (stored, tensor, raw) in enumerate(self._checkpoint.read(frozenset(read), self._progress.tick), 1):
             found.append((stored.name, stored.dtype, stored.shape, hashlib.sha256(raw).hexdigest()))
             if stored.name in self._conversions.gathered:
-                self._conversions.hold(stored.name, tensor)
+                for name, merged in self._conversions.merged(stored.name, tensor).items():
+                    self._put(name, merged)
             else:
                 self._put(self._conversions.targets.get(stored.name, stored.name), tensor)
             self._progress.advance(number)
-        for name, tensor in self._conversions.merged().items():
-            self._put(name, tensor)
         return found
 
     def _put(self, name: str, tensor: Tensor) -> None:
         """Take a tensor by its name in the model."""
-        if name in self._sinks:
-            self._sinks[name](tensor)
+        take = self._sinks.get(name) or self._expert_sinks.get(name)
+        if take is not None:
+            take(tensor)
             return
         path, _, key = name.rpartition(".")
         module = self._skeleton.model.get_submodule(path)
@@ -501,10 +537,14 @@ class _Loader:
             kernels=every[1],
             instructions=every[2],
             device="cpu",
-            num_parameters=num_weights + sum(floats) + (0 if self._is_tied else head.out_features * head.in_features),
+            num_parameters=num_weights
+            + sum(floats)
+            + sum(one.num_weights for one in self._placed_experts)
+            + (0 if self._is_tied else head.out_features * head.in_features),
             size_bytes=size_bytes,
             biased_modules=tuple(biased),
             implementation="transformers",
+            experts=experts_spec(self._placed_experts, skeleton.num_layers),
             module_layers={slot: every for slot, every in layers.items() if len(every) < skeleton.num_layers},
             is_head_tied=self._is_tied,
             is_head_quantized=self._head_path in self._formats.stored or self._formats.head_quantize != "none",
@@ -521,8 +561,11 @@ class _Loader:
         table = own.get_submodule(self._embedding_path)
         _replace(model, self._embedding_path, ReferenceEmbedding(table.num_embeddings, table.embedding_dim, current))
         _replace(model, self._head_path, ReferenceHead(head.in_features, head.out_features, current))
+        for placed in place_experts(skeleton):
+            experts = ReferenceExperts(placed, self._experts[placed.layer].experts, current)
+            _replace(model, self._path_of(placed), experts)
         for path, module in own.named_modules():
-            if isinstance(module, (AdaptedLinear, AdaptedEmbedding, AdaptedHead)):
+            if isinstance(module, (AdaptedLinear, AdaptedExperts, AdaptedEmbedding, AdaptedHead)):
                 continue
             other = model.get_submodule(path)
             other._parameters.update(module._parameters)
@@ -556,7 +599,3 @@ def _finished(site: Site) -> Linear:
     if site.linear is None:
         raise InvariantViolation("a linear lacks some of its tensors")
     return site.linear
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from loraserve.errors import InvariantViolation
@@ -110,6 +111,23 @@ class ModelledPass(ReferencePass):
         linear = self._base.linear_at(layer, path)
         y = self._multiply_by(x, linear)
         return y if linear.bias is None else y + linear.bias.float()
+
+    def expert(self, x: Tensor, linear: Linear, layer: int, names: Sequence[str], number: int, rows: Tensor) -> Tensor:
+        """Compute the outputs of an expert's linears that share an input, side by side.
+
+        Args:
+            x: what the expert reads, of these rows.
+            linear: the base's, of all of them.
+            names: of the linears, all of one size.
+            number: the expert's.
+        """
+        y = self._multiply_by(x, linear)
+        parts = [
+            self._adapt_expert(x, part, layer, f"experts.{name}", number, rows)
+            for name, part in zip(names, y.chunk(len(names), dim=1), strict=True)
+        ]
+        out = torch.cat(parts, dim=1)
+        return out if linear.bias is None else out + linear.bias.float()
 
     def embed(self) -> Tensor:
         """Return the tokens' rows."""

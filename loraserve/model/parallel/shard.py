@@ -2,7 +2,7 @@
 
 Column-parallel linears (q, k, v, gate, up, the head) are cut by outputs, row-parallel ones (o,
 down) by inputs, KV heads with their queries, the vocabulary of embedding and head in equal ranges.
-What is smaller than that (norms, a router) every rank has whole.
+Experts are cut likewise. What is smaller than that (norms, a router) every rank has whole.
 
 All ranks' parts have one shape: the vocabulary's last range is filled up with rows that no one
 reads.
@@ -95,7 +95,12 @@ class Shard:
         Where others have tokens, the embedding has one more column, of zeros, for those.
         """
         hidden, width = self.whole.hidden_size, self.vocab_width
-        return {**self.config.module_shapes, "lm_head": (width, hidden), "embed_tokens": (hidden, self._table_width)}
+        return {
+            **self.config.module_shapes,
+            **_mixture_shapes(self.config),
+            "lm_head": (width, hidden),
+            "embed_tokens": (hidden, self._table_width),
+        }
 
     @property
     def cuts(self) -> dict[str, ModuleCut]:
@@ -108,6 +113,14 @@ class Shard:
         for module in self.whole.module_shapes:
             axis = Axis.IN if module in ("o_proj", "down_proj") else Axis.OUT
             start, end = self._range(module)
+            cuts[module] = ModuleCut(axis, start, end, end - start, has_bias=axis is Axis.OUT or self.rank == 0)
+        for module, (out, width) in _mixture_shapes(self.whole).items():
+            if module in ("router", "shared_gate"):
+                # each rank chooses the same experts, by the whole of it
+                cuts[module] = ModuleCut(Axis.OUT, 0, out, out)
+                continue
+            axis = Axis.IN if module.endswith("down_proj") else Axis.OUT
+            start, end = _part(width if axis is Axis.IN else out, self.rank, self.size)
             cuts[module] = ModuleCut(axis, start, end, end - start, has_bias=axis is Axis.OUT or self.rank == 0)
         return cuts
 
@@ -166,3 +179,21 @@ class Shard:
 
 def _part(count: int, rank: int, size: int) -> Range:
     return count // size * rank, count // size * (rank + 1)
+
+
+def _mixture_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Map modules of a mixture of experts, its shared one's too, to (out_features, in_features)."""
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        return {}
+    inner, shared = experts.intermediate_size, experts.shared_intermediate_size
+    shapes = {
+        "experts.gate_proj": (inner, hidden),
+        "experts.up_proj": (inner, hidden),
+        "experts.down_proj": (hidden, inner),
+        "router": (experts.num_experts, hidden),
+    }
+    if shared is not None:
+        shapes |= {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
+        shapes["shared_gate"] = (1, hidden)
+    return shapes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -46,7 +46,8 @@ class LocalFolders:
         It blocks, so call it on a thread.
 
         Args:
-            path: absolute, or below the allowed folder.
+            path: absolute, or below the allowed folder; that of a GGUF file too, which is read
+                alone.
 
         Raises:
             PermissionDenied: no folder is allowed, or the path isn't below it.
@@ -56,9 +57,9 @@ class LocalFolders:
                 one.
             StorageError: a file can't be read.
         """
-        folder = self._open(path, tenant_name)
+        folder, file = self._open(path, tenant_name)
         try:
-            found = os.listdir(folder)
+            found = os.listdir(folder) if file is None else [file]
             config = bytearray()
             name = find_weights(found) or WEIGHTS_FILES[0]
             if not holds_config(name):
@@ -80,7 +81,8 @@ class LocalFolders:
             os.close(folder)
         return bytes(config), replace(with_tokenizer(ExtraFiles.read(extras), tokenizer), index=index)
 
-    def _open(self, path: str, tenant_name: str) -> int:
+    def _open(self, path: str, tenant_name: str) -> tuple[int, str | None]:
+        """Open the folder of this path, or that of the file of this path, which is named then."""
         if self.root is None:
             raise PermissionDenied(
                 "This server reads no adapters from its own folders.",
@@ -92,19 +94,40 @@ class LocalFolders:
         root = os.path.abspath(self.root.replace(TENANT, tenant_name))
         parts = _below(PurePosixPath(path), root)
         try:
-            folder = os.open(root, _FOLDER_FLAGS)
-            for part in parts:
-                parent = folder
-                try:
-                    folder = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent)
-                finally:
-                    os.close(parent)
+            if parts and holds_config(parts[-1]):
+                folder = _open_below(root, parts[:-1])
+                if _is_file(folder, parts[-1]):
+                    return folder, parts[-1]
+                os.close(folder)
+            return _open_below(root, parts), None
         except OSError as error:
             raise NotFound(
                 "There is no folder at lora_path on this server.",
                 hint="It must be below the server's --lora-dir, with no symbolic link on the way.",
             ) from error
-        return folder
+
+
+def _open_below(root: str, parts: Sequence[str]) -> int:
+    """Open a folder component by component, and return its descriptor.
+
+    Raises:
+        OSError: one isn't there, or is a symbolic link.
+    """
+    folder = os.open(root, _FOLDER_FLAGS)
+    for part in parts:
+        parent = folder
+        try:
+            folder = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent)
+        finally:
+            os.close(parent)
+    return folder
+
+
+def _is_file(folder: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
 
 
 def _below(path: PurePosixPath, root: str) -> tuple[str, ...]:

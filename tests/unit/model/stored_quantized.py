@@ -93,6 +93,24 @@ def _qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     return calculate_qparams(weight.amin().view(1), weight.amax().view(1), args)
 
 
+@torch.no_grad()
+def put_weight(model: Any, name: str, weight: torch.Tensor) -> None:
+    """Put a linear's weight, by its name in a checkpoint, into a model: an expert's into the
+    parameter of all.
+    """
+    path, _, linear = name.removesuffix(".weight").rpartition(".")
+    module, _, number = path.rpartition(".experts.")
+    if not module:
+        model.get_parameter(name).copy_(weight)
+        return
+    experts = model.get_submodule(f"{module}.experts")
+    if linear == "down_proj":
+        experts.down_proj[int(number)] = weight
+    else:
+        first = 0 if linear == "gate_proj" else len(weight)
+        experts.gate_up_proj[int(number), first : first + len(weight)] = weight
+
+
 def save_nf4(
     directory: Path,
     *,
@@ -142,8 +160,7 @@ def save_nf4(
             tensors[f"{name}.nested_absmax"], tensors[f"{name}.nested_quant_map"] = nested, quant_map.clone()
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.09}
         weight = code[codes.long()] * absmax.repeat_interleave(block_size)
-        with torch.no_grad():
-            model.get_parameter(name).copy_(weight.view(shape))
+        put_weight(model, name, weight.view(shape))
         packed = (codes[0::2] * 16 + codes[1::2]).view(storage).view(-1, 1)
         text = json.dumps(state).encode()
         tensors |= {

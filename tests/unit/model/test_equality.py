@@ -253,6 +253,17 @@ def test_logits_equal_transformers_in_a_mixed_batch(pair: tuple[Any, PagedRun]) 
         torch.testing.assert_close(ours, reference_logits(model, token_ids)[: len(ours)], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("max_model_len", [None, 128])
+def test_longrope_equals_transformers_around_original_context(max_model_len: int | None, tmp_path: Path) -> None:
+    # transformers turns a sequence by its length; a base of long contexts turns all as long ones
+    ropes = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "max_position_embeddings": 128}
+    model = build_model("phi3", pad_token_id=0, **ropes)
+    run = PagedRun(load(save_model(model, tmp_path), max_model_len=max_model_len))
+    token_ids = random_tokens(32 if max_model_len is None else 50)
+    ours, theirs = run.logits(token_ids, [20, 1, 7]), reference_logits(model, token_ids)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
 def test_older_fields_of_two_ropes_mean_the_same(tmp_path: Path) -> None:
     from .conftest import edit_json
 

@@ -19,6 +19,7 @@ from loraserve_kernels.common.arithmetic import (
     FLOATS,
     GROUPS,
     LEVELS,
+    MXFP4A8_G32,
     W4A8_G32,
     W4A8_ROW,
     W8A7_ROW,
@@ -72,8 +73,8 @@ def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
 
     Args:
         rounded: formats of weights whose activations are rounded to int8, where they can be:
-            ``int8`` and ``int4`` by row, ``int8-g32`` and ``int4-g32``, which come first, in groups
-            of 32.
+            ``int8`` and ``int4`` by row; ``int8-g32``, ``int4-g32`` and ``mxfp4-g32``, which come
+            first, in groups of 32.
 
     Raises:
         TensorMismatch: the weight's inputs are permuted, and no kernel gathers them.
@@ -217,6 +218,7 @@ _KINDS = {
     "int4": "int4",
     "int4-zeros": "int4z",
     "nf4": "nf4",
+    "mxfp4": "mxfp4",
     "fp8": "fp8",
     "bfloat16": "bf16",
     "float16": "f16",
@@ -298,6 +300,9 @@ def _int8(name: str, kernel: str, rank: int, isa: Callable[[], str], is_there: C
     return Candidate(name, kernel, rank, isa, _make_int8(kernel), _rounds_exactly, is_there)
 
 
+_IN_GROUPS = {"int8": W8A8_G32, "int4": W4A8_G32, "mxfp4": MXFP4A8_G32}
+"""Kind of weight → the arithmetic in which activations are rounded in groups of 32."""
+
 FORMATS: dict[str, tuple[Candidate, ...]] = {
     "int8": (
         _int8(W8A8_ROW, "onednn-s8", 0, instructions.onednn, gemm.has_onednn),
@@ -318,7 +323,7 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
         Candidate(W4A8_ROW, "numba-dot", 0, instructions.numba, _make_int4_dot, _multiplies_exactly, _has_byte_pairs),
         *(replace(candidate, rank=candidate.rank + 1) for candidate in _weight_only("int4")),
     ),
-    **{f"{kind}-g32": _in_groups(kind, name) for kind, name in (("int8", W8A8_G32), ("int4", W4A8_G32))},
+    **{f"{kind}-g32": _in_groups(kind, name) for kind, name in _IN_GROUPS.items()},
     **{format: _weight_only(format) for format in _KINDS if format not in DTYPES},
     "bfloat16": (
         Candidate(
@@ -353,6 +358,6 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
 }
 """Format → its candidates, by rank.
 
-``int8``, ``int4-rounded``: activations are rounded by row too; ``int8-g32``, ``int4-g32``: in
-groups of 32; ``int8-weights``, ``int4``: they aren't.
+``int8``, ``int4-rounded``: activations are rounded by row too; ``int8-g32``, ``int4-g32``,
+``mxfp4-g32``: in groups of 32; ``int8-weights``, ``int4``: they aren't.
 """

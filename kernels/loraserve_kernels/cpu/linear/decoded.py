@@ -36,7 +36,7 @@ class DecodedWeight:
 
     Attributes:
         kind: ``int8``, ``int8z``, ``int8f``, ``int4``, ``int4z``, ``int4f`` (z: with zeros, f: with
-            zeros in float32), ``nf4``, ``fp8``, ``bf16`` or ``f16``.
+            zeros in float32), ``nf4``, ``mxfp4``, ``fp8``, ``bf16`` or ``f16``.
         codes: [tiles, inputs or bytes of two inputs, channels of a tile], the channels filled up
             with zeros to whole tiles.
         scales: [groups, channels] float32; zeros: the same in uint8 or float32, or None.

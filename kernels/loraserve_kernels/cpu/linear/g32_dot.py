@@ -1,4 +1,4 @@
-"""Weights in int4 or int8 for activations that are rounded to int8 in groups of 32 inputs.
+"""Weights in int4, int8 or mxfp4 for activations rounded to int8 in groups of 32 inputs.
 
 A row's group has a scale of its own, so that an outlier takes precision from its group alone: what
 codes need that can't be rotated, since a checkpoint stores them. Needs numba.
@@ -26,14 +26,20 @@ GROUP = 32
 
 _MIN_PARALLEL_BYTES = 128 << 10
 
+_UNITS = {"mxfp4": 0.5}
+"""Number that a code of 1 stands for, in the kernel's whole numbers: scales are multiplied by it.
+
+A power of two, so that no scale is rounded.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class G32Weight:
-    """A linear's weight in int4 or int8 for activations in int8 with a scale for each group of 32.
+    """A linear's weight in 4 or 8 bits for activations in int8 with a scale for each group of 32.
 
     Attributes:
-        format: ``int4`` or ``int8``.
-        codes: int4: [tiles, runs of eight inputs, channels of a tile] int32, as a
+        format: ``int4``, ``int8`` or ``mxfp4``.
+        codes: int4 and mxfp4: [tiles, runs of eight inputs, channels of a tile] int32, as a
             `decoded.GroupDotWeight` has them. int8: [tiles, runs of four inputs, channels of a
             tile] int32: four codes, each plus 128 where the processor has VNNI. Filled up with
             zeros.
@@ -56,7 +62,7 @@ class G32Weight:
     def num_bytes(self) -> int:
         """Bytes of codes, scales and zeros of the channels that there are."""
         group_bytes = self.scales.element_size() + (0 if self.zeros is None else self.zeros.element_size())
-        code_bytes = self.in_features // 2 if self.format == "int4" else self.in_features
+        code_bytes = self.in_features if self.format == "int8" else self.in_features // 2
         return self.out_features * (code_bytes + group_bytes * self.scales.shape[0])
 
     @property
@@ -72,7 +78,7 @@ def can_round_groups(weight: QuantizedWeight) -> bool:
 
     is_whole = weight.in_features % GROUP == 0 and weight.group_size % GROUP == 0
     # a group's products, at most 255 · 127 · 32, add up to less than 2²⁴: float32 holds the sum
-    return HAS_BYTE_PAIRS and weight.format in ("int4", "int8") and not weight.rotation and is_whole
+    return HAS_BYTE_PAIRS and weight.format in ("int4", "int8", "mxfp4") and not weight.rotation and is_whole
 
 
 def pack(weight: QuantizedWeight) -> G32Weight:
@@ -86,17 +92,18 @@ def pack(weight: QuantizedWeight) -> G32Weight:
     if not can_round_groups(weight):
         raise InvalidWeight(
             f"{weight.format} with groups of {weight.group_size} of {weight.in_features} inputs, rotated by "
-            f"{weight.rotation}; activations in groups of {GROUP} take int4 and int8, unrotated, in multiples of that"
+            f"{weight.rotation}; activations in groups of {GROUP} take int4, int8 and mxfp4, unrotated, in multiples "
+            "of that"
         )
     codes = weight.codes.view(torch.uint8)
-    if weight.format == "int4":
-        packed = decoded.byte_runs(codes)
-    else:
+    if weight.format == "int8":
         packed = (codes ^ 0x80 if HAS_VNNI else codes).view(torch.int32)
+    else:
+        packed = decoded.byte_runs(codes)
     return G32Weight(
         weight.format,
         decoded.tiles_of(packed),
-        decoded.filled(_narrowest(weight.scales).t()),
+        decoded.filled(_narrowest(weight.scales * _UNITS.get(weight.format, 1.0)).t()),
         None if weight.zeros is None else decoded.filled(weight.zeros.t()),
         weight.group_size,
         weight.in_features,
@@ -122,16 +129,16 @@ def _widened(weight: G32Weight, runs: Tensor, scales: Tensor, zeros: Tensor | No
     """Decode rows of the weight from their runs, and from scales and zeros [groups, n]."""
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
-    if weight.format == "int4":
-        codes = decoded.of_byte_runs(runs)
-    else:
+    if weight.format == "int8":
         codes = runs.view(torch.uint8)
         codes = (codes ^ 0x80 if HAS_VNNI else codes).view(torch.int8)
+    else:
+        codes = decoded.of_byte_runs(runs)
     return widen(
         QuantizedWeight(
             weight.format,
             codes,
-            scales.t().float(),
+            scales.t().float() / _UNITS.get(weight.format, 1.0),
             None if zeros is None else zeros.t(),
             weight.group_size,
             weight.in_features,

@@ -37,13 +37,13 @@ hand.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A linear's weight in one of `quantized.FORMATS`, cut into blocks of output channels.
+    """A linear's weight in one of `quantized.STORED_FORMATS`, cut into blocks of output channels.
 
     Attributes:
         blocks: in order, none with more than about a million weights; empty where `decoded` is
             there.
         decoded: in the order of numba's kernel; None: the kernel is ``widened``.
-        format: one of `quantized.FORMATS`.
+        format: one of `quantized.STORED_FORMATS`.
         in_features, out_features: of the linear.
         rotation: inputs of a Hadamard block by which the weight is rotated, and rows before they
             are multiplied; 0: neither is.

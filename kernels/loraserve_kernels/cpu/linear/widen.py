@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
+from loraserve_kernels.common.quantized import TABLES, QuantizedWeight
 
 
 def widen(weight: QuantizedWeight) -> Tensor:
@@ -34,5 +34,5 @@ def _table(format: str, has_zeros: bool) -> Tensor:
         return codes.view(torch.float8_e4m3fn).float()
     if format == "int8":
         return codes.view(torch.int8).float() + (128 if has_zeros else 0)
-    meanings = torch.tensor(NF4_CODE) if format == "nf4" else torch.arange(16.0) - (0 if has_zeros else 8)
+    meanings = torch.tensor(TABLES[format]) if format in TABLES else torch.arange(16.0) - (0 if has_zeros else 8)
     return torch.stack((meanings[(codes & 15).int()], meanings[(codes >> 4).int()]), dim=1).view(torch.float64).view(-1)

@@ -7,15 +7,17 @@ that its codes, scales and δ are the whole one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from loraserve_kernels.common.cuts import Axis, ModuleCut, PartCut
 from loraserve_kernels.common.modules import COLUMNS, LoraModule
-from loraserve_kernels.common.packed import PackedAdapter, PackedRows
-from loraserve_kernels.common.sites import ModuleShapes
+from loraserve_kernels.common.packed import PackedAdapter, PackedExperts, PackedRows
+from loraserve_kernels.common.sites import EXPERT_MODULES, MODULE_INDEX, ModuleShapes
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, SHIFT, ModuleSize, PackedLayout, lay_out
 
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -39,6 +41,7 @@ def lay_out_part(
             m.dora_delta is not None,
             m.bias_delta is not None,
             None if m.row_overrides is None else m.row_overrides.ids,
+            m.expert,
         )
         for m in modules
         if (layer := cut.module_layer(m.layer, m.module)) is not None
@@ -64,13 +67,10 @@ def cut_adapter(
         keeps_head: whether the classification head goes along, which no kernel reads.
     """
     places = [
-        (local, layer, module)
-        for layer in range(packed.num_layers)
-        for module in _modules_of(packed, layer)
-        if (local := cut.module_layer(layer, module)) is not None
+        (local, place) for place in _places_of(packed) if (local := cut.module_layer(place[0], place[1])) is not None
     ]
     layout = lay_out(
-        [_size_of(packed, local, layer, module, cut.modules[module]) for local, layer, module in places],
+        [_size_of(packed, local, place, cut.modules[place[1]]) for local, place in places],
         num_layers=cut.num_layers,
         module_shapes=module_shapes,
         dtype=packed.data.dtype,
@@ -89,9 +89,10 @@ def cut_adapter(
             if (local := cut.norm_layer(layer, norm)) is not None
         },
         head=packed.head if keeps_head else None,
+        experts=PackedExperts.of(layout.expert_records, layout.experts, module_shapes),
     )
-    for local, layer, module in places:
-        _fill(part, local, packed, layer, module, cut.modules[module])
+    for local, place in places:
+        _fill(part, local, packed, place, cut.modules[place[1]])
     return part
 
 
@@ -104,30 +105,57 @@ def norm_widths(norms: Iterable[tuple[int, str, int]], cut: PartCut) -> list[int
     return [width for layer, norm, width in norms if cut.norm_layer(layer, norm) is not None]
 
 
-def _modules_of(packed: PackedAdapter, layer: int) -> list[str]:
-    records = packed.records[layer]
+_Place = tuple[int, str, int]
+"""(layer, module, number of the expert; 0 for what isn't an expert's)."""
+
+
+def _places_of(packed: PackedAdapter) -> Iterator[_Place]:
+    """Yield the modules that an adapter changes."""
+    for layer in range(packed.num_layers):
+        yield from ((layer, module, 0) for module in _changed(packed.records[layer], COLUMNS))
+    if packed.experts is not None:
+        for (layer, expert), row in packed.experts.rows.items():
+            modules = _changed(packed.experts.records[row], EXPERT_MODULES)
+            yield from ((layer, module, expert) for module in modules)
+
+
+def _changed(records: npt.NDArray[np.int64], modules: Sequence[str]) -> list[str]:
     has_any = (records[:, RANK] > 0) | (records[:, NUM_ROWS] > 0) | (records[:, DELTA] >= 0) | (records[:, SHIFT] >= 0)
-    return [module for module, has in zip(COLUMNS, has_any.tolist(), strict=True) if has]
+    return [module for module, has in zip(modules, has_any.tolist(), strict=True) if has]
 
 
-def _size_of(packed: PackedAdapter, local: int, layer: int, module: str, cut: ModuleCut) -> ModuleSize:
-    rows = packed.row_overrides(layer, module)
+def _rows_of(packed: PackedAdapter, place: _Place) -> PackedRows | None:
+    """Look up a module's replaced rows; those of a mixture have none."""
+    layer, module, _ = place
+    return packed.row_overrides(layer, module) if module in MODULE_INDEX else None
+
+
+def _size_of(packed: PackedAdapter, local: int, place: _Place, cut: ModuleCut) -> ModuleSize:
+    rows = _rows_of(packed, place)
     return _size(
         local,
-        module,
+        place[1],
         cut,
-        int(packed.scaling(layer, module).shape[0]),
-        packed.dora_delta(layer, module) is not None,
-        packed.bias_delta(layer, module) is not None,
+        int(packed.scaling(*place).shape[0]),
+        packed.dora_delta(*place) is not None,
+        packed.bias_delta(*place) is not None,
         None if rows is None else rows.ids,
+        place[2],
     )
 
 
 def _size(
-    layer: int, module: str, cut: ModuleCut, rank: int, has_delta: bool, has_shift: bool, ids: Tensor | None
+    layer: int,
+    module: str,
+    cut: ModuleCut,
+    rank: int,
+    has_delta: bool,
+    has_shift: bool,
+    ids: Tensor | None,
+    expert: int,
 ) -> ModuleSize:
     num_rows = 0 if ids is None else int(ids[_chosen(ids, module, cut)].shape[0])
-    return ModuleSize(layer, module, rank, has_delta, has_shift and cut.has_bias, num_rows)
+    return ModuleSize(layer, module, rank, has_delta, has_shift and cut.has_bias, num_rows, expert)
 
 
 def _chosen(ids: Tensor, module: str, cut: ModuleCut) -> slice:
@@ -138,20 +166,20 @@ def _chosen(ids: Tensor, module: str, cut: ModuleCut) -> slice:
     return slice(first, last)
 
 
-def _fill(part: PackedAdapter, local: int, whole: PackedAdapter, layer: int, module: str, cut: ModuleCut) -> None:
-    count = cut.end - cut.start
-    part.scaling(local, module).copy_(whole.scaling(layer, module))
+def _fill(part: PackedAdapter, local: int, whole: PackedAdapter, place: _Place, cut: ModuleCut) -> None:
+    count, module, own = cut.end - cut.start, place[1], (local, *place[1:])
+    part.scaling(*own).copy_(whole.scaling(*place))
     is_out = cut.axis is Axis.OUT
-    a, b = whole.lora_a(layer, module), whole.lora_b(layer, module)
-    part.lora_a(local, module)[:, : a.shape[1] if is_out else count] = a if is_out else a[:, cut.start : cut.end]
-    part.lora_b(local, module)[:, : count if is_out else b.shape[1]] = b[:, cut.start : cut.end] if is_out else b
+    a, b = whole.lora_a(*place), whole.lora_b(*place)
+    part.lora_a(*own)[:, : a.shape[1] if is_out else count] = a if is_out else a[:, cut.start : cut.end]
+    part.lora_b(*own)[:, : count if is_out else b.shape[1]] = b[:, cut.start : cut.end] if is_out else b
     for row, values in (
-        (part.dora_delta(local, module), whole.dora_delta(layer, module)),
-        (part.bias_delta(local, module), whole.bias_delta(layer, module)),
+        (part.dora_delta(*own), whole.dora_delta(*place)),
+        (part.bias_delta(*own), whole.bias_delta(*place)),
     ):
         if row is not None and values is not None:
             row[: count if is_out else None] = values[cut.start : cut.end] if is_out else values
-    target, rows = part.row_overrides(local, module), whole.row_overrides(layer, module)
+    target, rows = _rows_of(part, own), _rows_of(whole, place)
     if target is not None and rows is not None:
         _fill_rows(target, rows, module, cut)
 

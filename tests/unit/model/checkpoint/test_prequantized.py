@@ -327,6 +327,17 @@ def test_nf4_logits_equal_transformers(tmp_path: Path, options: dict[str, Any]) 
     assert decoder.spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_nf4_experts_equal_transformers(tmp_path: Path, is_nested: bool) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    model = save_nf4(tmp_path, kind="qwen3-moe", is_nested=is_nested, **sizes)
+    decoder = load(tmp_path)
+    assert decoder.spec.quantization == "nf4"
+    token_ids = random_tokens(20)
+    ours = PagedRun(decoder).logits(token_ids, [20])
+    torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
+
+
 def test_weights_of_bitsandbytes_without_a_state_are_float(tmp_path: Path) -> None:
     model = save_nf4(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -255,6 +255,10 @@ def test_odd_field_of_gemma3_is_named(changes: dict[str, Any], message: str) -> 
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of heads of 16 elements is 3; expected an even"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor has 1 numbers; expected 8"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]}},
+            "long_factor has 1 numbers; expected 8",
+        ),
         ({"rope_scaling": {"type": "su"}}, "short_factor is null"),
         ({"rope_scaling": {"type": "yarn", "short_factor": ["a"]}}, 'short_factor is "a"'),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type is"),
@@ -315,7 +319,7 @@ def test_eos_of_generation_config_json_is_read(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (11, 2)
 
 
-def test_longrope_serves_the_original_context_and_no_more() -> None:
+def test_longrope_serves_original_context_unless_asked() -> None:
     longrope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = parse(
         architectures=["Phi3ForCausalLM"],
@@ -323,7 +327,12 @@ def test_longrope_serves_the_original_context_and_no_more() -> None:
         max_position_embeddings=256,
         original_max_position_embeddings=64,
     )
-    assert (config.max_model_len, config.max_stretched_len) == (64, 64)
+    assert (config.max_model_len, config.max_stretched_len) == (64, 256)
+    assert config.for_context(64) == config
+    long = config.for_context(65)
+    assert long.rope.short_factors == (4.0,) * 8
+    assert long.identity() != config.identity()
+    assert "long_factors" not in json.dumps(config.identity())
     assert config.rope.factor == 4.0
     assert config.rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(64)) ** 0.5)
     plain = parse(architectures=["Phi3ForCausalLM"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
@@ -143,6 +144,28 @@ def test_llama3_frequencies_equal_transformers(factor: float, tmp_path: Path) ->
         resolve_model_dir(str(wrong))
 
 
+@pytest.mark.parametrize("max_model_len", [None, 128])
+def test_longrope_factors_equal_transformers(max_model_len: int | None, tmp_path: Path) -> None:
+    # head_dim 32, whose pairs have factors of their own
+    factors = {"short": [1 + 0.1 * i for i in range(16)], "long": [2 + 0.3 * i for i in range(16)]}
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": factors["short"],
+        "long_factor": factors["long"],
+    }
+    contexts = {"original_max_position_embeddings": 32, "max_position_embeddings": 128}
+    model = built("phi3", rope_parameters=parameters, **contexts)
+    stretch = (1 + np.log(4) / np.log(32)) ** 0.5
+    metadata = {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.scaling.attn_factor": float(stretch)}
+    extra = {f"rope_factors_{name}.weight": np.array(some, dtype=np.float32) for name, some in factors.items()}
+    file = write_gguf(model, tmp_path / "base.gguf", metadata=metadata, extra=extra)
+    tokens = random_tokens(32 if max_model_len is None else 50)
+    decoder = load(resolve_model_dir(str(file)), max_model_len=max_model_len)
+    ours, theirs = PagedRun(decoder).logits(tokens, [20]), reference_logits(model, tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
 def test_vocabulary_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
     tokens, _ = words(302)
     file = write_gguf(built("llama"), tmp_path / "base.gguf", metadata={"tokenizer.ggml.tokens": tokens})
@@ -158,7 +181,7 @@ def test_quantized_weights_are_taken_as_stored(kind: str, form: str, tmp_path: P
     assert difference(file, dequantized(model, form)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
 def test_types_of_large_blocks_are_served(name: str, tmp_path: Path) -> None:
     # llama.cpp's package reads them, and doesn't write them
     model = built("llama", hidden_size=256, intermediate_size=512, head_dim=64)
@@ -168,6 +191,23 @@ def test_types_of_large_blocks_are_served(name: str, tmp_path: Path) -> None:
         tensor.copy_(torch.from_numpy(quants.dequantize(raw[path], GGMLQuantizationType[name])))
     file = write_gguf(model, tmp_path / "base.gguf", name, raw=raw)
     assert difference(file, model) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", [type_.name for type_ in TYPES.values() if type_.name.startswith(("IQ1", "IQ2", "IQ3", "TQ"))]
+)
+def test_types_of_few_bits_are_refused_with_cure(name: str, tmp_path: Path) -> None:
+    model = built("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    size = next(type_ for type_ in TYPES.values() if type_.name == name)
+    raw = {
+        path: np.zeros((tensor.shape[0], tensor.shape[1] // size.block * size.num_bytes), dtype=np.uint8)
+        for path, tensor in model.state_dict().items()
+        if tensor.dim() == 2
+    }
+    file = write_gguf(model, tmp_path / "base.gguf", name, raw=raw)
+    with pytest.raises(LoraserveError, match=f'is "{name}"; expected one of Q4_0') as caught:
+        read_config(resolve_model_dir(str(file)))
+    assert "llama-quantize --allow-requantize FILE OUT Q4_K_M" in str(caught.value.hint)
 
 
 def test_gpu_refuses_types_without_kernel(tmp_path: Path) -> None:

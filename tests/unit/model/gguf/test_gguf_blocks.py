@@ -17,6 +17,7 @@ HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 """Places of a block's float16 numbers: random bytes would be infinite there."""
 
@@ -27,6 +28,10 @@ def random_rows(name: str, rows: int = 7, width: int = 512, *, scale: float = 0.
     for place in HALVES[name]:
         numbers = (generator.standard_normal((*blocks.shape[:2], 1)) * scale).astype(np.float16)
         blocks[..., place : place + 2] = numbers.view(np.uint8)
+    if name == "MXFP4":
+        # a power of two, and NaN if it's 255
+        exponent = round(127 + np.log2(scale))
+        blocks[..., 0] = generator.integers(exponent - 4, exponent + 1, blocks.shape[:2])
     return blocks.reshape(rows, -1)
 
 

@@ -20,6 +20,8 @@ from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule, PackedA
 
 from ..conftest import build_model, load, random_tokens, save_model
 from ..test_adapter_kinds import KINDS, LINEARS, Serving, open_model, publish, run_together
+from ..test_equality import CASES
+from ..test_expert_adapters import config_of_linears, linears_of, save_linears
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -113,6 +115,34 @@ def test_each_peft_kind_matches_single_process(rank_pool: RankPool, tmp_path: Pa
     for grid in GRIDS:
         with rank_pool.load(serving.base_dir, *grid) as base:
             placed = [place(serving, directory, base) for directory in directories]
+            for got, wanted in zip(run_together(base, prompts, placed), expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe"])
+def test_expert_adapters_match_single_process(
+    case: str, dtype: torch.dtype | None, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    kind, options = CASES[case]
+    wide = {**SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    serving = Serving(tmp_path, kind, {**options, **wide})
+    config, whole = config_of_linears(serving), CpuDevice(serving.decoder.spec, 1 << 30, dtype)
+    few = {name: tensor for name, tensor in linears_of(serving, config, seed=2).items() if ".layers.1." in name}
+    targets = sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in few})
+    directories = [
+        save_linears(tmp_path / "all", config, linears_of(serving, config, seed=1)),
+        save_linears(tmp_path / "few", {**config, "target_modules": targets}, few),
+    ]
+    refs = [publish(directory, serving.store) for directory in directories]
+    hosts = [load_adapter(serving.store, ref, serving.decoder.spec, whole).host for ref in refs]
+    prompts = [random_tokens(8 + i, seed=i) for i in range(3)]
+    expected = run_together(serving.decoder, prompts, [*hosts, None])
+    for grid in GRIDS:
+        with rank_pool.load(serving.base_dir, *grid, held=dtype) as base:
+            assert base.spec.experts == serving.decoder.spec.experts
+            loaded = [load_adapter(serving.store, ref, base.spec, base.device, base.weights) for ref in refs]
+            placed = [*(base.place(one.host) for one in loaded), None]
             for got, wanted in zip(run_together(base, prompts, placed), expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
 

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from loraserve_kernels.common.quantized import NF4_CODE
+from loraserve_kernels.common.quantized import TABLES
 from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
@@ -54,7 +54,7 @@ from loraserve_kernels.cpu.linear.tiles.tile_writer import (
 from loraserve_kernels.cpu.simd import LANES
 
 # Kinds of codes, passed as values whose numba types distinguish them.
-INT8, INT8_ZEROS, INT4, INT4_ZEROS, NF4, FP8, BF16, F16 = (
+INT8, INT8_ZEROS, INT4, INT4_ZEROS, NF4, FP8, BF16, F16, MXFP4 = (
     np.int8(0),
     np.uint8(0),
     np.int32(0),
@@ -63,6 +63,7 @@ INT8, INT8_ZEROS, INT4, INT4_ZEROS, NF4, FP8, BF16, F16 = (
     np.uint64(0),
     np.uint16(0),
     np.int16(0),
+    np.float32(0),
 )
 INT8_FLOAT_ZEROS, INT4_FLOAT_ZEROS = (np.int8(0), np.float32(0)), (np.int32(0), np.float32(0))
 _NAMES: dict[Any, str] = {
@@ -74,6 +75,7 @@ _NAMES: dict[Any, str] = {
     types.uint64: "fp8",
     types.uint16: "bf16",
     types.int16: "f16",
+    types.float32: "mxfp4",
     numba.typeof(INT8_FLOAT_ZEROS): "int8f",
     numba.typeof(INT4_FLOAT_ZEROS): "int4f",
 }
@@ -83,7 +85,7 @@ FP8_SCALE = 256.0
 
 
 def _codes_per_load(kind: str) -> int:
-    return 2 if kind in ("int4", "int4z", "int4f", "nf4") else 1
+    return 2 if kind in ("int4", "int4z", "int4f", *TABLES) else 1
 
 
 def _code_bytes(kind: str) -> int:
@@ -116,9 +118,9 @@ def _decode(writer: TileWriter, kind: str, address: Any, zero: Any) -> list[Any]
         return [value if kind == "int8" else builder.fsub(value, zero)]
     wide = builder.zext(raw, ints)
     high = builder.lshr(wide, fill(I32, 4))
-    if kind in ("nf4", "int4"):
+    if kind == "int4" or kind in TABLES:
         # a look-up takes the place of two instructions that convert and subtract 8
-        table = NF4_CODE if kind == "nf4" else _INT4_CODE
+        table = TABLES.get(kind, _INT4_CODE)
         return [writer.look_up(table, half) for half in (wide, high)]
     halves = [builder.and_(wide, fill(I32, 15)), high]
     return [builder.fsub(builder.sitofp(half, floats), zero) for half in halves]
@@ -215,6 +217,7 @@ _KINDS: dict[str, Any] = {
         FP8,
         BF16,
         F16,
+        MXFP4,
     )
 }
 

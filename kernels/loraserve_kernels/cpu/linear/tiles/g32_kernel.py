@@ -1,4 +1,4 @@
-"""Products of weights in int4 or int8 by activations in int8 with a scale for each group of 32.
+"""Products of weights in 4 or 8 bits by activations in int8 with a scale for each group of 32.
 
 Compiled by numba. A group's products are summed in whole numbers, exactly; a channel's groups are
 added in order: ``total += (weight's scale · group's scale) · (sum(code · x) + zero · start)``.
@@ -21,6 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from loraserve_kernels.common.quantized import MXFP4_CODE
 from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
@@ -64,7 +65,7 @@ _FOURS = 4
 """Inputs of a channel that stand in four neighbouring bytes."""
 
 # A kind of weight: a tuple of three values, whose numba types distinguish them.
-_FORMATS = {"int4": np.int32(0), "int8": np.int8(0)}
+_FORMATS = {"int4": np.int32(0), "int8": np.int8(0), "mxfp4": np.float32(0)}
 _SCALES = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 _ZEROS = {"none": np.int8(0), "uint8": np.uint8(0), "float32": np.float32(0)}
 _KINDS = {
@@ -73,20 +74,26 @@ _KINDS = {
 }
 _NAMES: dict[Any, str] = {numba.typeof(kind): name for name, kind in _KINDS.items()}
 
+_MXFP4_MIDDLE = 12
+_MXFP4_BYTES = tuple(int(2 * number) + _MXFP4_MIDDLE for number in MXFP4_CODE)
+"""Twice the number that a code of mxfp4 means, plus 12: no sign is left."""
+
 
 class _Weight:
     """Loads and products of one kind of weight.
 
-    Codes of int8 are their own number, or where the processor has VNNI that number plus 128.
+    Codes of int8 are their own number, or where the processor has VNNI that number plus 128. Those
+    of mxfp4 are looked up as twice their number plus 12.
     """
 
     def __init__(self, writer: TileWriter, name: str) -> None:
         self._writer, self._builder = writer, writer.builder
         _, format, self._scales, self._zeros = name.split("-")
-        self._is_int4 = format == "int4"
+        self._is_int4, self._is_mxfp4 = format == "int4", format == "mxfp4"
+        self._is_packed = self._is_int4 or self._is_mxfp4
         self.scale_bytes = 4 if self._scales == "float32" else 2
         self.zero_bytes = 4 if self._zeros == "float32" else 1
-        self.inputs_per_load = 2 * _FOURS if self._is_int4 else _FOURS
+        self.inputs_per_load = 2 * _FOURS if self._is_packed else _FOURS
 
     def scale(self, address: Any) -> Any:
         """Load the scales of a vector's channels."""
@@ -101,9 +108,10 @@ class _Weight:
     def zero(self, address: Any) -> Any:
         """Load what `whole` multiplies starts with; None: with nothing."""
         writer, builder = self._writer, self._builder
-        has_offset = not self._is_int4 and not HAS_VNNI
+        has_offset = not self._is_packed and not HAS_VNNI
         if self._zeros == "none":
-            return None if has_offset else fill(F32, 8.0 if self._is_int4 else 128.0)
+            middle = _MXFP4_MIDDLE if self._is_mxfp4 else 8 if self._is_int4 else 128
+            return None if has_offset else fill(F32, float(middle))
         if self._zeros == "float32":
             return writer.load(address, vector(F32), 4)
         zero = builder.uitofp(writer.load(address, vector(I8)), vector(F32))
@@ -118,7 +126,7 @@ class _Weight:
         value = self._builder.sitofp(sums, vector(F32))
         if zero is None:
             return value
-        if self._zeros == "float32" and not self._is_int4 and not HAS_VNNI:
+        if self._zeros == "float32" and not self._is_packed and not HAS_VNNI:
             # the sum that codes plus 128 have: the same bits on every processor
             value = writer.fma(fill(F32, -128.0), start, value)
         return writer.fma(zero, start, value)
@@ -149,38 +157,50 @@ class _Weight:
             codes_ahead.ask()
             at = writer.at(codes, writer.times(k, TILE * _FOURS // self.inputs_per_load))
             loaded = [writer.load(writer.at(at, writer.const(c * LANES * _FOURS)), vector(I32)) for c in range(VECTORS)]
-            for part, weights in enumerate(self._weights(loaded)):
+            halves = self._weights(loaded)
+            # parts whose products are added together first, in 16 bits
+            together = len(halves) if self._is_mxfp4 and not HAS_VNNI else 1
+            for first in range(0, len(halves), together):
+                parts = halves[first : first + together]
                 for t, address in enumerate(inputs):
-                    x = writer.splat(writer.load(writer.at(address, k, writer.const(part * _FOURS)), I32))
+                    xs = [
+                        writer.splat(writer.load(writer.at(address, k, writer.const((first + i) * _FOURS)), I32))
+                        for i in range(len(parts))
+                    ]
                     for c in range(VECTORS):
-                        builder.store(self._add(builder.load(found[t, c]), weights[c], x), found[t, c])
+                        added = self._add(builder.load(found[t, c]), [part[c] for part in parts], xs)
+                        builder.store(added, found[t, c])
         sums = {cell: builder.load(found[cell]) for cell in cells}
         return {cell: writer.sum_pairs(one) for cell, one in sums.items()} if is_short else sums
 
     def _weights(self, loaded: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
         """Split loaded codes into four inputs' by vector: unsigned, and as they are."""
         writer, builder = self._writer, self._builder
-        if self._is_int4:
+        if self._is_packed:
             low = fill(I32, 0x0F0F0F0F)
             halves = [[builder.and_(p, low) for p in loaded]]
             halves += [[builder.and_(builder.lshr(p, fill(I32, 4)), low) for p in loaded]]
+            if self._is_mxfp4:
+                halves = [[writer.look_up_bytes(_MXFP4_BYTES, half) for half in part] for part in halves]
             return [[(half, half) for half in part] for part in halves]
         if HAS_VNNI:
             return [[(codes, codes) for codes in loaded]]
         return [[(writer.magnitudes(codes), codes) for codes in loaded]]
 
-    def _add(self, sums: Any, weights: tuple[Any, Any], x: Any) -> Any:
-        """Add products with a row's four activations to the sums."""
-        writer = self._writer
-        unsigned, codes = weights
+    def _add(self, sums: Any, weights: Sequence[tuple[Any, Any]], xs: Sequence[Any]) -> Any:
+        """Add products with a row's four activations, one or two such fours, to the sums."""
+        writer, builder = self._writer, self._builder
+        if self._is_mxfp4 and not HAS_VNNI:
+            # four products of at most 24 · 127 fit in 16 bits, a group's 32 don't
+            products = [writer.multiply_bytes(unsigned, x) for (unsigned, _), x in zip(weights, xs, strict=True)]
+            return builder.add(sums, writer.sum_pairs(builder.add(*products)))
+        (unsigned, codes), x = weights[0], xs[0]
         if HAS_VNNI:
             return writer.multiply_fours(sums, unsigned, x)
         if self._is_int4:
-            products = writer.multiply_bytes(unsigned, x)
-        else:
-            # |code| · (x with the code's sign): two products of at most 128 · 127 fit in 16 bits
-            products = writer.sum_pairs(writer.multiply_bytes(unsigned, writer.with_signs(x, codes)))
-        return self._builder.add(sums, products)
+            return builder.add(sums, writer.multiply_bytes(unsigned, x))
+        # |code| · (x with the code's sign): two products of at most 128 · 127 fit in 16 bits
+        return builder.add(sums, writer.sum_pairs(writer.multiply_bytes(unsigned, writer.with_signs(x, codes))))
 
 
 def _product(num_rows: int) -> Any:

@@ -92,6 +92,14 @@ class TileWriter:
             entries = [builder.select(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
         return entries[0]
 
+    def look_up_bytes(self, table: tuple[int, ...], codes: Any) -> Any:
+        """Look up the entries of a table of 16 bytes at bytes below 16, as a vector of int32."""
+        name = "llvm.x86.avx512.pshuf.b.512" if LANES == 16 else "llvm.x86.avx2.pshuf.b"
+        indices = self.as_bytes(codes)
+        # an instruction looks up within each 16 bytes
+        repeated = ir.Constant(indices.type, list(table) * (LANES // 4))
+        return self.builder.bitcast(self._call(name, indices.type, repeated, indices), vector(I32))
+
     def multiply_pairs(self, a: Any, b: Any) -> Any:
         """Multiply int16, each pair of neighbouring products summed in 32 bits."""
         builder = self.builder

@@ -14,18 +14,49 @@ const EXTRAS = {
   "chat_template_kwargs.json": "chat_template_kwargs",
 };
 
-// Which of the dropped files are an adapter's; throws an Error in words where something is missing.
-export function sorted(files) {
+const CONFIG = "adapter_config.json";
+const INDEX = "adapter_model.safetensors.index.json";
+// as loraserve.adapter_folder has them: the preferred one first
+const WEIGHTS = ["adapter_model.safetensors", INDEX, "adapter_model.bin", "adapters.safetensors"];
+const TOKENIZER = ["tokenizer.json", "tokenizer.model"];
+
+// Which of the dropped files are an adapter's: the config (null where a GGUF file holds it), the files of
+// weights, their index (null where there is one file), and extra files. Throws an Error in words where
+// something is missing. Several files of weights are sent one after the other, as one.
+export async function sorted(files) {
   const byName = new Map([...files].map((file) => [file.name, file]));
-  const config = byName.get("adapter_config.json");
-  const weights = byName.get("adapter_model.safetensors") ?? byName.get("adapter_model.bin");
-  if (!config || !weights) {
-    const missing = [!config && "adapter_config.json", !weights && "adapter_model.safetensors"].filter(Boolean);
-    const sharded = byName.has("adapter_model.safetensors.index.json") ? " (weights in several files: loraserve adapter push)" : "";
-    throw new Error(`Missing: ${missing.join(" and ")}${sharded}. Drop the folder that PEFT's save_pretrained wrote.`);
+  const found = { config: byName.get(CONFIG) ?? null, index: null, hasTokenizer: TOKENIZER.some((name) => byName.has(name)) };
+  const name = WEIGHTS.find((one) => byName.has(one)) ?? ggufOf(byName);
+  if (!name || (!found.config && !name.endsWith(".gguf"))) {
+    const missing = [!found.config && CONFIG, !name && WEIGHTS[0]].filter(Boolean);
+    throw new Error(`Missing: ${missing.join(" and ")}. Drop the folder that PEFT's save_pretrained or mlx-lm wrote, or a GGUF file of LoRA.`);
   }
-  const extras = Object.keys(EXTRAS).filter((name) => byName.has(name)).map((name) => [EXTRAS[name], byName.get(name)]);
-  return { config, weights, extras };
+  found.weights = [byName.get(name)];
+  if (name.endsWith(".gguf")) found.config = null;
+  if (name === INDEX) {
+    found.index = byName.get(INDEX);
+    found.weights = await shardsOf(found.index, byName);
+  }
+  found.extras = Object.keys(EXTRAS).filter((one) => byName.has(one)).map((one) => [EXTRAS[one], byName.get(one)]);
+  return found;
+}
+
+function ggufOf(byName) {
+  const found = [...byName.keys()].filter((name) => name.endsWith(".gguf"));
+  if (found.length > 1) throw new Error(`${found.length} GGUF files: drop one adapter.`);
+  return found[0];
+}
+
+async function shardsOf(index, byName) {
+  let names;
+  try {
+    names = [...new Set(Object.values(JSON.parse(await index.text()).weight_map))].sort();
+  } catch {
+    throw new Error(`${INDEX} isn't an index of weights. Save the adapter again.`);
+  }
+  const absent = names.find((name) => !byName.has(name));
+  if (absent !== undefined || !names.length) throw new Error(`Missing: ${absent ?? "shards"}, which ${INDEX} names. Drop the whole folder.`);
+  return names.map((name) => byName.get(name));
 }
 
 // The files of a drop, those in dropped folders too, and the name of the folder where it is one.
@@ -93,18 +124,20 @@ async function sendWeights(file, sha256, tell, signal) {
   }
 }
 
+// Send and publish the files that `sorted` found.
 export async function publish(name, files, { notes, tags }, { isPromoting, isDryRun, tell, signal }) {
-  const { config, weights, extras } = sorted(files);
+  const { config, index, extras } = files;
+  const weights = files.weights.length === 1 ? files.weights[0] : new Blob(files.weights);
   let parsed;
   try {
-    parsed = JSON.parse(await config.text());
+    parsed = config && JSON.parse(await config.text());
   } catch (error) {
-    throw new Error(`adapter_config.json isn't JSON: ${error.message}`);
+    throw new Error(`${CONFIG} isn't JSON: ${error.message}`);
   }
   const sha256 = await digestOf(weights, tell, signal);
   await sendWeights(weights, sha256, tell, signal);
   tell({ stage: "verifying", done: weights.size, total: weights.size });
-  const body = { config: parsed, blob: sha256 };
+  const body = { ...(parsed && { config: parsed }), blob: sha256, ...(index && { index: await index.text() }) };
   for (const [field, file] of extras) body[field] = (await file.text()).trim();
   const root = `/api/v1/adapters/${path(name)}/versions`;
   const made = await api.post(`${root}?promote=${isPromoting}&dry_run=${isDryRun}`, body, { signal });

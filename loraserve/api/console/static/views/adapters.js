@@ -93,11 +93,11 @@ export function Upload({ name: fixedName, onPublished }) {
   const ending = useRef(null);
   useEffect(() => () => ending.current?.abort(), []);
 
-  const take = (given, folder) => {
+  const take = async (given, folder) => {
     setOutcome(null);
     setError(null);
     try {
-      setFiles(sorted(given));
+      setFiles(await sorted(given));
       if (folder) setName((before) => before || nameOf(folder));
     } catch (problem) {
       setFiles(null);
@@ -111,9 +111,8 @@ export function Upload({ name: fixedName, onPublished }) {
     setError(null);
     setOutcome(null);
     try {
-      const all = [files.config, files.weights, ...files.extras.map(([, file]) => file)];
       const facts = { notes: notes.trim(), tags: tagsOf(tags) };
-      const version = await publish(name, all, facts, { isPromoting, isDryRun, tell: setProgress, signal: abort.signal });
+      const version = await publish(name, files, facts, { isPromoting, isDryRun, tell: setProgress, signal: abort.signal });
       setOutcome(version);
       if (isDryRun) return;
       setFiles(null);
@@ -140,7 +139,7 @@ export function Upload({ name: fixedName, onPublished }) {
         const { files: given, folder } = await dropped(event.dataTransfer);
         take(given, folder);
       }}>
-      <p>Drop a PEFT folder here, or its adapter_config.json and adapter_model.safetensors.</p>
+      <p>Drop an adapter's folder here, of PEFT or mlx-lm, or its files, or a GGUF file of LoRA.</p>
       <label class="button">
         <span>Choose the files</span>
         <input class="hidden" type="file" multiple onChange=${(event) => {
@@ -151,7 +150,9 @@ export function Upload({ name: fixedName, onPublished }) {
     </div>
     ${files &&
     html`<form class="stack" onSubmit=${run}>
-      <p class="num">${files.weights.name}, ${bytes(files.weights.size)}, with ${files.config.name}${files.extras.length ? ` and ${files.extras.map(([, file]) => file.name).join(", ")}` : ""}</p>
+      <p class="num">${files.weights.map((file) => file.name).join(", ")}, ${bytes(files.weights.reduce((sum, file) => sum + file.size, 0))}${[files.config, files.index, ...files.extras.map(([, file]) => file)].filter(Boolean).map((file) => `, ${file.name}`).join("")}</p>
+      ${files.hasTokenizer &&
+      html`<p class="small">The tokenizer in the folder isn't sent: the version gets the base's. If tokens were added in training, push the folder with loraserve adapter push.</p>`}
       ${!fixedName &&
       html`<label><span>Name of the adapter</span>
         <input required maxlength="128" pattern="[A-Za-z0-9][A-Za-z0-9._\\-]*([\\/:][A-Za-z0-9_][A-Za-z0-9._\\-]*)*" title="letters, digits, dots, dashes and underscores, in parts between slashes or colons" value=${name}
