@@ -59,7 +59,11 @@ async def world(
     }
     own = await make_key("acme", scopes=sorted(TENANT_SCOPES))
     made = await make_key("acme")
-    keys = {"acme": own["key"], "globex": (await make_key("globex", scopes=sorted(TENANT_SCOPES)))["key"], "admin": ADMIN_KEY}
+    keys = {
+        "acme": own["key"],
+        "globex": (await make_key("globex", scopes=sorted(TENANT_SCOPES)))["key"],
+        "admin": ADMIN_KEY,
+    }
     for scope in SCOPES:
         keys[scope] = (await make_key("globex", scopes=[scope]))["key"]
     expired = await make_key("globex", expires_at="2100-01-01T00:00:00Z")

@@ -96,7 +96,9 @@ async def test_repeated_creation_makes_one_key(maker: httpx2.AsyncClient) -> Non
 
 
 async def test_admin_manages_keys_of_named_tenant(maker: httpx2.AsyncClient, admin: httpx2.AsyncClient) -> None:
-    made = await admin.post("/keys", json={"name": "by admin", "scopes": ["adapters:write"]}, headers={"X-Tenant": "acme"})
+    made = await admin.post(
+        "/keys", json={"name": "by admin", "scopes": ["adapters:write"]}, headers={"X-Tenant": "acme"}
+    )
     assert made.status_code == 201
     assert "by admin" in {one["name"] for one in (await maker.get("/keys")).json()["data"]}
     rotated = await admin.post(f"/tenants/acme/keys/{made.json()['id']}/rotate", json={})

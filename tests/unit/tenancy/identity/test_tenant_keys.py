@@ -219,9 +219,7 @@ async def test_other_tenants_maker_has_no_power(authenticator: Authenticator) ->
         await authenticator.keys.revoke(acme, theirs.record.id, actor="x", maker=maker.record.id)
 
 
-async def test_ended_keys_are_kept_up_to_bound(
-    authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ended_keys_are_kept_up_to_bound(authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_keys, "LIMITS", replace(LIMITS, max_ended_keys_per_tenant=2))
     acme, maker = await make_maker(authenticator)
     for n in range(5):

@@ -1,10 +1,11 @@
 // The tenant's adapters, and the way to upload one.
-import { all } from "../lib/api.js";
+import { all, path } from "../lib/api.js";
 import { checkOf } from "../lib/certificate.js";
 import { bytes, day, number } from "../lib/format.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { Chip, Empty, Failure, Heading, Loading, useLoaded } from "../lib/ui.js";
 import { tagsOf } from "../lib/tags.js";
+import { CopyAs, call, command, curl, python } from "../lib/recipe.js";
 import { dropped, publish, sorted } from "../lib/upload.js";
 
 const SHOWN = 200;
@@ -72,6 +73,28 @@ function nameOf(folder) {
   return folder.replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 128);
 }
 
+// An upload elsewhere: `folder` stands for where the files are.
+function uploadRecipe(name, files, { notes, tags, isPromoting, isDryRun, folder }) {
+  const root = `/api/v1/adapters/${path(name)}/versions`;
+  const form = { config: `${folder}/${files.config.name}`, weights: `${folder}/${files.weights.name}` };
+  for (const [field, file] of files.extras) form[field] = `${folder}/${file.name}`;
+  const facts = { ...(notes && { notes }), ...(Object.keys(tags).length && { tags }) };
+  const described = Object.keys(facts).length && !isDryRun
+    ? `\n# the answer names the version\n${curl("PATCH", `${root}/VERSION`, { json: facts })}`
+    : "";
+  return {
+    curl: curl("POST", `${root}?promote=${isPromoting}&dry_run=${isDryRun}`, { form }) + described,
+    python: python(call("client.adapters.push", [folder], {
+      name, ...facts, promote: isPromoting ? undefined : false, dry_run: isDryRun || undefined,
+    })),
+    cli: command(
+      "adapter", "push", folder, "--name", name, notes && ["--notes", notes],
+      Object.entries(tags).flatMap(([tag, value]) => ["--tag", `${tag}=${value}`]),
+      !isPromoting && "--no-promote", isDryRun && "--dry-run",
+    ),
+  };
+}
+
 const STAGES = {
   reading: "Reading and hashing the weights",
   sending: "Sending the weights",
@@ -81,6 +104,7 @@ const STAGES = {
 
 export function Upload({ name: fixedName, onPublished }) {
   const [files, setFiles] = useState(null);
+  const [folder, setFolder] = useState(null);
   const [name, setName] = useState(fixedName ?? "");
   const [notes, setNotes] = useState("");
   const [tags, setTags] = useState("");
@@ -93,11 +117,12 @@ export function Upload({ name: fixedName, onPublished }) {
   const ending = useRef(null);
   useEffect(() => () => ending.current?.abort(), []);
 
-  const take = (given, folder) => {
+  const take = (given, folder = null) => {
     setOutcome(null);
     setError(null);
     try {
       setFiles(sorted(given));
+      setFolder(folder);
       if (folder) setName((before) => before || nameOf(folder));
     } catch (problem) {
       setFiles(null);
@@ -171,6 +196,9 @@ export function Upload({ name: fixedName, onPublished }) {
         <button type="submit" class="primary" disabled=${progress !== null}>${isDryRun ? "Check" : "Upload"}</button>
         ${progress && html`<button type="button" onClick=${() => ending.current?.abort()}>Stop</button>`}
       </div>
+      <${CopyAs} recipe=${() => uploadRecipe(name || "NAME", files, {
+        notes: notes.trim(), tags: tagsOf(tags), isPromoting, isDryRun, folder: `./${folder ?? "my-peft-dir"}`,
+      })} />
     </form>`}
     <div aria-live="polite">
       ${outcome &&
