@@ -5,14 +5,16 @@ import { Compare, isCompared, useTraffic } from "../lib/compare.js";
 import { Evaluation } from "../lib/evaluation.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
+import { VersionMetrics } from "../lib/metrics.js";
 import { CopyAs, Expression, call, command, curl, python } from "../lib/recipe.js";
 import { tagsOf } from "../lib/tags.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
 import { Upload } from "./adapters.js";
+import { KEYS_WRITE } from "./keys.js";
 
 const PART_KINDS = ["decode", "queue", "prefill", "adapter", "other"];
 
-export function Adapter({ rest }) {
+export function Adapter({ me, rest }) {
   const [name] = rest;
   const root = `/api/v1/adapters/${path(name)}`;
   const loaded = useLoaded(async () => {
@@ -23,6 +25,7 @@ export function Adapter({ rest }) {
     ]);
     return { adapter, versions: versions.items, aliases: aliases.items };
   }, [name]);
+  const whose = useKeyNames(me);
   const traffic = useTraffic(root, loaded.value?.aliases ?? []);
   const [dialog, setDialog] = useState(null);
   const back = html`<a class="button" href="#/adapters">All adapters</a>`;
@@ -56,7 +59,7 @@ export function Adapter({ rest }) {
       ${versions.length === 0 && html`<${Empty} title="No versions">All of them were deleted.<//>`}
       <div class="scroll" tabindex="0" role="region" aria-label="Versions">
         <table>
-          <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Effect kept</th><th scope="col">Notes and tags</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
+          <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Effect kept</th><th scope="col">Notes and tags</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col">By</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
           <tbody>
             ${versions.map((version) => html`<tr key=${version.version}>
               <td class="figures">${version.version} ${version.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}</td>
@@ -66,6 +69,7 @@ export function Adapter({ rest }) {
               <td class="num">${number(version.rank)}</td>
               <td class="num">${bytes(version.size_bytes)}</td>
               <td class="small figures">${day(version.created_at)}</td>
+              <td class="small" title=${version.created_by}>${whose(version.created_by)}</td>
               <td><button type="button" class="small" onClick=${() => setDialog({ kind: "version", version })}>
                 Certificate<span class="hidden"> of version ${version.version}</span></button></td>
             </tr>`)}
@@ -73,6 +77,7 @@ export function Adapter({ rest }) {
         </table>
       </div>
     </section>
+    <${VersionMetrics} versions=${versions} />
     <${Upload} name=${name} onPublished=${changed} />
     ${dialog?.kind === "notes" && html`<${Notes} adapter=${adapter} root=${root} onClose=${close} onChanged=${changed} />`}
     ${dialog?.kind === "version" && html`<${VersionDialog} version=${dialog.version} root=${root} onClose=${close} onChanged=${changed} />`}
@@ -92,6 +97,14 @@ export function Adapter({ rest }) {
       })} />
     <//>`}
   `;
+}
+
+// Names of keys by their ids, where this key may list them.
+function useKeyNames(me) {
+  const mayList = me.is_admin || me.scopes.includes(KEYS_WRITE);
+  const loaded = useLoaded(async () => (mayList ? (await all("/api/v1/keys")).items : []), [mayList]);
+  const names = new Map((loaded.value ?? []).map((key) => [key.id, key.name]));
+  return (id) => names.get(id) ?? (id === me.key_id ? "this key" : id.length > 10 ? `key …${id.slice(-6)}` : id || "–");
 }
 
 // What rounding the base leaves of a version's effect, as its certificate measured it.
@@ -259,6 +272,7 @@ function VersionDialog({ version, root, onClose, onChanged }) {
         ["Modules", shown.target_modules.join(", ")],
         ["Files for chats", shown.extra_files.map((file) => file.name).join(", ") || "the base's"],
         ["Published", day(shown.created_at)],
+        ["By the key", shown.created_by || "–"],
       ].map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}
     </dl>
     <div aria-live="polite">${told && html`<${Note}>${told}<//>`}${error && html`<${Failure} error=${error} />`}</div>
