@@ -88,7 +88,7 @@ function uploadRecipe(name, files, { notes, tags, isPromoting, isDryRun, folder 
       name, ...facts, promote: isPromoting ? undefined : false, dry_run: isDryRun || undefined,
     })),
     cli: command(
-      "adapter", "push", folder, "--name", name, notes && ["--notes", notes],
+      "adapter", "push", folder, "--name", name, notes !== "" && ["--notes", notes],
       Object.entries(tags).flatMap(([tag, value]) => ["--tag", `${tag}=${value}`]),
       !isPromoting && "--no-promote", isDryRun && "--dry-run",
     ),
