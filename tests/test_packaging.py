@@ -278,7 +278,7 @@ def test_server_commands_name_missing_server(client_alone: Callable[[str], Any],
     for words in (
         ["serve"],
         ["demo"],
-        ["plan", "x"],
+        ["plan", "--model", "x"],
         ["doctor"],
         ["db", "upgrade"],
         ["backup", "x"],
