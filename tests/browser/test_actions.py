@@ -253,8 +253,9 @@ def test_a_version_is_pinned_from_the_map(open_console: Open, server: ServerProc
     console.dialog().get_by_role("button", name="Pin", exact=True).click()
     console.dialog().get_by_text("It stays on the device now.").wait_for()
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="haiku@1 of acme, on the device").and_(
-        page.locator("[aria-label$=pinned]")
+    # others may have the same bytes, on the same tile
+    page.get_by_role("button", name="haiku@1 of acme").and_(
+        page.locator("[aria-label*='on the device'][aria-label$=pinned]")
     ).wait_for()
 
 
@@ -332,7 +333,7 @@ def test_versions_are_compared_by_metric(open_console: Open, server: ServerProce
     console = open_console(acme)
     page = console.page
     console.show("adapters/measured", "measured")
-    table = page.get_by_role("region", name="Versions by metric")
+    table = page.get_by_role("region", name="Metrics of versions")
     table.wait_for()
 
     def rows() -> list[list[str]]:

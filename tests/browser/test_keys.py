@@ -31,7 +31,7 @@ def test_tenant_makes_key_within_own_scopes(open_console: Open, server: ServerPr
     console = open_console(maker)
     page = console.page
     console.show("tenants", "Tenant")
-    page.get_by_role("region", name="Keys").wait_for()
+    page.get_by_role("button", name="Make a key").wait_for()
     assert page.get_by_role("checkbox", name="adapters:write").count() == 0
     page.get_by_label("Name of a new key").fill("robot")
     page.get_by_label("Works for").select_option("30 days")

@@ -25,7 +25,7 @@ KINDS = ("curl", "Python", "CLI")
 
 def run(kind: str, text: str, key: str, folder: Path) -> str:
     """Run a copied text as a person would who has the key in a variable; return what it prints."""
-    commands = {"Python": [sys.executable, "-c", text]}
+    commands = dict.fromkeys(("Python", "OpenAI"), [sys.executable, "-c", text])
     done = subprocess.run(
         commands.get(kind, ["bash", "-ec", text]),
         cwd=folder,

@@ -68,7 +68,7 @@ export function VersionMetrics({ versions }) {
         ${data.map((one) => html`<option value=${one.sha256} selected=${one.sha256 === sha256}>${one.name} (${one.sha256.slice(0, 8)})</option>`)}</select></label>`}
       ${data.length === 1 && html`<span class="muted small">evaluated on ${data[0].name}</span>`}
     </div>
-    <div class="scroll" tabindex="0" role="region" aria-label="Versions by metric"><table>
+    <div class="scroll" tabindex="0" role="region" aria-label="Metrics of versions"><table>
       <thead><tr><th scope="col">Version</th>
         ${columns.map((name) => html`<th scope="col" class="num" key=${name} aria-sort=${order?.name === name ? (order.isRising ? "ascending" : "descending") : "none"}>
           <button type="button" class="link" onClick=${() => sortBy(name)}>${name.replace(TAG, "").replaceAll("_", " ")}${order?.name === name ? (order.isRising ? " ↑" : " ↓") : ""}</button></th>`)}

@@ -120,7 +120,7 @@ function NewKey({ root, of, me, onMade }) {
       <label><span>Works for</span><select value=${days} onChange=${(event) => setDays(Number(event.currentTarget.value))}>
         ${LIFETIMES.map(([value, text]) => html`<option value=${value} selected=${value === days}>${text}</option>`)}</select></label>
     </div>
-    <fieldset><legend>Scopes</legend>
+    <fieldset class="stack"><legend>Scopes</legend>
       ${mine.map(([scope, words]) => html`<label class="inline" key=${scope}><input type="checkbox" checked=${scopes.includes(scope)} onChange=${() => toggle(scope)} />
         <span><code>${scope}</code> <span class="muted small">${words}</span></span></label>`)}
     </fieldset>

@@ -169,9 +169,9 @@ function Tile({ same, largest, onOpen }) {
   const names = same.slice(0, NAMED).map((version) => `${version.name}@${version.version} of ${version.tenant}`).join(", ");
   const more = same.length > NAMED ? ` and ${same.length - NAMED} more` : "";
   const words = `${names}${more}, ${where}, ${bytes(one.size_bytes)}${isPinned ? ", pinned" : ""}`;
-  return html`<li><button type="button" class=${`tile part-${kind}`} style=${{ width: side, height: side }} aria-label=${words} title=${words} onClick=${onOpen}>
+  return html`<li><button type="button" class=${`tile part-${kind}${same.length > 1 ? " many" : ""}`} style=${{ width: side, height: side }} aria-label=${words} title=${words} onClick=${onOpen}>
     ${isPinned && html`<span class="pin"></span>`}
-    ${width >= NAMED_WIDTH && html`<span class="name" aria-hidden="true">${one.name}@${one.version}${same.length > 1 ? ` +${same.length - 1}` : ""}</span>`}
+    ${width >= NAMED_WIDTH && html`<span class="name" aria-hidden="true">${one.name}@${one.version}</span>`}
   </button></li>`;
 }
 
@@ -180,7 +180,7 @@ const MOST_SAME = 60;
 // Other names of the same bytes, each of which opens its own panel.
 function SameBytes({ same, onOther }) {
   if (!same.length) return null;
-  return html`<details>
+  return html`<details class="folded">
     <summary>${same.length === 1 ? "Another version has" : `${number(same.length)} other versions have`} the same bytes, and share its weights</summary>
     <div class="row">${same.slice(0, MOST_SAME).map((one) => html`<button type="button" class="small" key=${keyOf(one)} onClick=${() => onOther(keyOf(one))}>${one.name}@${one.version} of ${one.tenant}</button>`)}
       ${same.length > MOST_SAME && html`<span class="muted small">and ${number(same.length - MOST_SAME)} more</span>`}</div>
