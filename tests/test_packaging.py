@@ -258,7 +258,7 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def test_client_alone_has_every_module_that_it_imports(
+def test_client_has_all_imported_modules(
     client_alone: Callable[[str], Any], parts: dict[str, Path]
 ) -> None:
     names = sorted(

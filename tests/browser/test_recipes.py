@@ -25,9 +25,9 @@ KINDS = ("curl", "Python", "CLI")
 
 def run(kind: str, text: str, key: str, folder: Path) -> str:
     """Run a copied text as a person would who has the key in a variable; return what it prints."""
-    commands = dict.fromkeys(("Python", "OpenAI"), [sys.executable, "-c", text])
+    is_python = kind in ("Python", "OpenAI")
     done = subprocess.run(
-        commands.get(kind, ["bash", "-ec", text]),
+        [sys.executable, "-c", text] if is_python else ["bash", "-ec", text],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -128,7 +128,7 @@ def test_schemas_accept_rendered_resources(values: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES.keys())
-def test_lint_finds_nothing(values: dict[str, Any], tmp_path: Path) -> None:
+def test_lint_accepts_values(values: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     assert "0 chart(s) failed" in ran(tool("helm"), "lint", "--strict", CHART, "--values", file)
@@ -189,7 +189,7 @@ def merged(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_every_value_changes_something(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_each_value_changes_output(tmp_path: Path, subtests: pytest.Subtests) -> None:
     before = template(EVERYTHING, tmp_path)
     paths = list(leaves(VALUES))
     assert len(paths) > 40
@@ -215,7 +215,7 @@ def test_gpu_chooses_image_and_requests_devices(tmp_path: Path) -> None:
     assert pod["runtimeClassName"] == "gpus"
 
 
-def test_single_pod_keeps_everything_in_own_volume(tmp_path: Path) -> None:
+def test_single_pod_uses_own_volume(tmp_path: Path) -> None:
     resources = rendered(ALONE, tmp_path)
     assert ("autoscaling", "HorizontalPodAutoscaler", "loraserve") not in resources
     assert resources["apps", "StatefulSet", "loraserve"]["spec"]["replicas"] == 1
@@ -238,7 +238,7 @@ def test_hub_base_needs_no_volume(tmp_path: Path) -> None:
     assert {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]} == {"/data", "/tmp"}
 
 
-def test_releases_of_one_namespace_stay_apart(tmp_path: Path) -> None:
+def test_releases_share_no_names(tmp_path: Path) -> None:
     one, two = (rendered(EVERYTHING, tmp_path, release) for release in ("blue", "green-loraserve"))
     assert {name for name in one if name[1] != "InferenceObjective"}.isdisjoint(two)
     assert ("apps", "StatefulSet", "blue-loraserve") in one
@@ -298,7 +298,7 @@ def test_impossible_values_are_refused_by_name(values: dict[str, Any], words: st
     assert words in str(caught.value)
 
 
-def test_chart_is_of_this_version() -> None:
+def test_chart_matches_package_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["appVersion"], chart["version"]) == (__version__, __version__)
 

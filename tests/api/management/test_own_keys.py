@@ -86,7 +86,7 @@ async def test_key_without_scope_manages_no_keys(acme: httpx2.AsyncClient) -> No
         assert "--scope inference --scope keys:write" in answer.text
 
 
-async def test_repeated_creation_makes_one_key(maker: httpx2.AsyncClient) -> None:
+async def test_repeated_creation_makes_single_key(maker: httpx2.AsyncClient) -> None:
     once = {"idempotency-key": "one"}
     first = await maker.post("/keys", json={"name": "once"}, headers=once)
     again = await maker.post("/keys", json={"name": "once"}, headers=once)

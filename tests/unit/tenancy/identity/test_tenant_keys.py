@@ -113,7 +113,7 @@ async def make_maker(
     return acme, made
 
 
-async def test_key_created_by_key_has_its_usual_scopes(authenticator: Authenticator) -> None:
+async def test_created_key_has_usual_scopes(authenticator: Authenticator) -> None:
     acme, maker = await make_maker(authenticator)
     made = await authenticator.keys.create(acme, name="x", actor=maker.record.id, maker=maker.record.id)
     assert made.record.scopes == ("adapters:read", "inference")
