@@ -258,9 +258,7 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def test_client_has_all_imported_modules(
-    client_alone: Callable[[str], Any], parts: dict[str, Path]
-) -> None:
+def test_client_has_all_imported_modules(client_alone: Callable[[str], Any], parts: dict[str, Path]) -> None:
     names = sorted(
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in files_of(parts["client"])
