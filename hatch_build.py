@@ -1,10 +1,11 @@
 """How the distributions are built, and what their metadata say.
 
 Three are built from this tree. `pyproject.toml` is the whole of it, as a checkout, an image or a
-Git address is installed. The index has it in two wheels that share no file, so that either can be
-installed and removed without breaking the other (`make dist`): `distributions/client`, the SDK and
-the command line without the server's libraries, and `distributions/server`, which is all the rest,
-is called loraserve, and needs that client.
+Git address is installed. The index has it in two wheels that share no file, so that neither breaks
+the other (`make dist`): `distributions/client`, the SDK and the command line without the server's
+libraries, and `distributions/server`, which is all the rest, is called loraserve, and needs that
+client. Both name the command, since `pipx install` and `uv tool install` give a program only the
+commands of the distribution that they were asked for.
 
 An editable installation has links too, by which type checkers find its packages: `dev-mode-exact`
 installs an import hook, and no type checker runs that. Yet the root can't be on `sys.path` instead:
@@ -49,7 +50,7 @@ PROJECT_URL = "LORASERVE_PROJECT_URL"
 ``https://github.com/ORG/loraserve``: the release workflow sets it to its own.
 """
 
-_FIELDS = ("requires-python", "license", "authors", "keywords", "classifiers")
+_FIELDS = ("requires-python", "license", "authors", "keywords", "classifiers", "scripts")
 _LINK = re.compile(r"(?P<before>\]\()(?!https?://|#|mailto:)(?P<path>[^)\s]+)")
 
 
@@ -95,7 +96,6 @@ class Metadata(MetadataHookInterface):
         if part == CLIENT:
             metadata["dependencies"] = [one for one in whole["dependencies"] if name_of(one) in CLIENT_LIBRARIES]
             metadata["optional-dependencies"] = {name: extras[name] for name in CLIENT_EXTRAS}
-            metadata["scripts"] = whole["scripts"]
         else:
             metadata["description"] = whole["description"]
             metadata["dependencies"] = [f"loraserve-client=={version}", *whole["dependencies"]]
