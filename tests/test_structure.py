@@ -56,7 +56,7 @@ SQL = {
     "loraserve.registry.storage_gc": "collector deletion_locks store_claim",
     "loraserve.registry.uploads": "chunks resumable",
     "loraserve.tenancy.billing": "usage_hours usage_report",
-    "loraserve.tenancy.identity": "admin_keys auth keys tenants",
+    "loraserve.tenancy.identity": "admin_keys auth keys tenant_keys tenants",
     "loraserve.tenancy.limits": "servers",
 }
 """Modules by package that may import sqlalchemy: all queries and sessions are in these."""

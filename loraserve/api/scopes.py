@@ -27,7 +27,8 @@ ADAPTERS_WRITE = "adapters:write"
 ADMIN = "admin"
 METRICS_READ = keys.METRICS_SCOPE
 OPERATOR_READ = keys.OPERATOR_READ
-SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN, METRICS_READ, OPERATOR_READ})
+KEYS_WRITE = keys.KEYS_WRITE
+SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, KEYS_WRITE, ADMIN, METRICS_READ, OPERATOR_READ})
 
 GIVEN_CALLER, COLLECTED_USAGE = "loraserve.caller", "loraserve.usage"
 """Entries of the scope of a request that the server makes itself: in whose name, and what takes its
@@ -143,16 +144,16 @@ def _check_is_local(request: Request, origins: Sequence[str]) -> None:
 
 
 def _who_has(scope: str, caller: Caller) -> str:
-    """Explain where a key with the scope comes from.
-
-    A tenant's key can neither make nor list keys.
-    """
+    """Explain where a key with the scope comes from."""
     if scope == ADMIN:
         return "Use an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
     if scope == OPERATOR_READ:
         return "Use an admin key, or one that an admin creates with: loraserve admin-key create --role operator:read"
     # without --scope a key has all of a tenant's, which what is done next may need too
-    choice = " --scope metrics:read" if scope == METRICS_READ else ""
+    choice = f" --scope {scope}" if scope == METRICS_READ else ""
+    if scope == KEYS_WRITE:
+        # alone it would make keys that open nothing
+        choice = "".join(f" --scope {one}" for one in sorted(keys.TENANT_SCOPES))
     return f"An admin creates a key that has it with: loraserve key create --tenant {caller.tenant_name}{choice}"
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
+from loraserve import errors
 from loraserve.cli import audit, bench, operation, ps, run, usage
 from loraserve.cli.adapters import adapter, adapter_alias, adapter_eval, adapter_memory
 from loraserve.cli.help import App
 from loraserve.cli.local import backup, cluster, db, demo, doctor, plan, pull, quantize, serve
 from loraserve.cli.local.serve_flags import SettingsCommand
 from loraserve.cli.options import FormatOption, choose_format
-from loraserve.cli.output import Output
+from loraserve.cli.output import Format, Output
 from loraserve.cli.tenants import admin_key, grant, key, tenant
 
 app = App(
@@ -77,7 +80,24 @@ def main() -> None:
 
     The exit code is 0 fine, 1 failed, 2 wrong usage or configuration, 130 interrupted.
     """
-    app(prog_name="loraserve")
+    try:
+        app(prog_name="loraserve")
+    except ModuleNotFoundError as error:
+        # the index has the client alone too (loraserve-client)
+        if not _is_servers(error.name) or find_spec("loraserve.api") is not None:
+            raise
+        command = " ".join(word for word in sys.argv[1:2] if not word.startswith("-"))
+        Output(Format.HUMAN).fail(
+            errors.ConfigError(
+                f"loraserve {command} needs the server, and only loraserve's client is installed here.",
+                hint="Install the server beside it: pip install loraserve",
+            )
+        )
+        raise SystemExit(2) from None
+
+
+def _is_servers(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in ("loraserve", "adapters_store")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ ActForOption = Annotated[
         show_default=False,
     ),
 ]
-TenantOption = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Name of the tenant.")]
 
 
 def choose_format(format: Format | None) -> None:

@@ -135,6 +135,8 @@ class Version(Result):
     """Notes; None in lists, unless they were asked for with ``include=notes``."""
     tags: dict[str, str] = Field(default_factory=dict)
     created_at: datetime
+    created_by: str = ""
+    """Id of the key that published it; empty for a dry run, or where the server doesn't say."""
     checks: list[dict[str, Any]] = Field(default_factory=list)
     """The checks before publishing, and their findings."""
     warnings: list[str] = Field(default_factory=list)

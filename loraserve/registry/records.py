@@ -83,6 +83,8 @@ class VersionRecord:
     tags: Mapping[str, str] = field(default_factory=dict)
     evaluation: EvaluationRecord | None = None
     """Newest evaluation; None: there is none."""
+    created_by: str = ""
+    """Id of the key that published it; empty for a dry run."""
 
     @property
     def ref(self) -> AdapterRef:

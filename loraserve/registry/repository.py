@@ -503,6 +503,7 @@ class AdapterRepository:
             notes=_notes_of(row),
             tags=dict(row.tags),
             evaluation=evaluation,
+            created_by=row.created_by,
         )
 
     def _numbered(self, adapter: Adapter, number: int) -> Select[AdapterVersion]:

@@ -253,8 +253,9 @@ def test_a_version_is_pinned_from_the_map(open_console: Open, server: ServerProc
     console.dialog().get_by_role("button", name="Pin", exact=True).click()
     console.dialog().get_by_text("It stays on the device now.").wait_for()
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="haiku@1 of acme, on the device").and_(
-        page.locator("[aria-label$=pinned]")
+    # others may have the same bytes, on the same tile
+    page.get_by_role("button", name="haiku@1 of acme").and_(
+        page.locator("[aria-label*='on the device'][aria-label$=pinned]")
     ).wait_for()
 
 
@@ -296,6 +297,58 @@ def test_residency_counts_shared_weights_once(
     console.page.get_by_role("button", name="twin-2@1 of acme").wait_for()
     counts = console.page.locator("label.inline .num").all_inner_texts()
     assert sum(map(int, counts)) == len({row.digest for row in rows}) < len(rows)
+
+
+def test_same_bytes_share_tile(open_console: Open, server: ServerProcess, acme: str, tmp_path: Path) -> None:
+    with Client(server.url, api_key=acme) as client:
+        folder = str(changed_adapter(tmp_path, alpha=40))
+        for number in range(6):
+            client.adapters.push(folder, name=f"copy-{number}")
+    console = open_console(acme)
+    page = console.page
+    console.show("residency")
+    page.get_by_role("searchbox", name="Find a version").fill("copy-")
+    tile = page.get_by_role("button", name="copy-0@1 of acme")
+    tile.wait_for()
+    assert page.locator(".tile").count() == 1
+    assert "and 2 more" in (tile.get_attribute("aria-label") or "")
+    tile.click()
+    console.dialog().get_by_text("5 other versions have the same bytes").click()
+    assert console.violations() == []
+    console.dialog().get_by_role("button", name="copy-4@1 of acme").click()
+    console.dialog().get_by_role("heading", name="copy-4@1").wait_for()
+
+
+def test_versions_are_compared_by_metric(open_console: Open, server: ServerProcess, acme: str, tmp_path: Path) -> None:
+    with Client(server.url, api_key=acme) as client:
+        for folder, loss in ((adapter_dirs()["sql"], "0.9"), (adapter_dirs()["french"], "0.31")):
+            made = client.adapters.push(str(folder), name="measured", tags={"loss": loss})
+            client.evaluations.put(
+                *("measured", made.version or 0, "b" * 64),
+                data_name="held-out.jsonl",
+                num_lines=40,
+                metrics={"exact_match": 0.5 + 0.25 * (made.version or 0)},
+                base_metrics={"exact_match": 0.1},
+            )
+    console = open_console(acme)
+    page = console.page
+    console.show("adapters/measured", "measured")
+    table = page.get_by_role("region", name="Metrics of versions")
+    table.wait_for()
+
+    def rows() -> list[list[str]]:
+        return [row.locator("th, td").all_inner_texts() for row in table.locator("tbody tr").all()]
+
+    assert [[cell.split("\n")[0].strip() for cell in row] for row in rows()] == [
+        ["version 2 live", "100.0 %", "0.31"],
+        ["version 1", "75.0 %", "0.9"],
+        ["the base", "10.0 %", "–"],
+    ]
+    table.get_by_role("button", name="loss").click()
+    assert rows()[0][0].split()[-1] == "1"
+    assert console.violations() == []
+    cell = page.get_by_role("region", name="Versions", exact=True).get_by_role("row").nth(1)
+    assert "this key" in cell.inner_text()
 
 
 def test_tenant_and_key_are_created(open_console: Open, server: ServerProcess) -> None:

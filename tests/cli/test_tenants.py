@@ -73,6 +73,27 @@ def test_missing_scope_error_explains_key_creation(here: Run, client: Client, sq
     assert here(*push, LORASERVE_API_KEY=made).code == 0
 
 
+def test_tenant_key_manages_own_keys(here: Run, client: Client) -> None:
+    client.tenants.create("selfish")
+    scopes = ["inference", "adapters:read", "keys:write"]
+    maker = client.keys.create("selfish", name="maker", scopes=scopes).key
+    as_tenant = {"LORASERVE_API_KEY": maker}
+    made = here("key", "create", "--name", "ci", "--scope", "adapters:read", "--format", "json", **as_tenant)
+    assert (made.code, made.json["scopes"]) == (0, ["adapters:read"])
+    assert {one["name"] for one in here("key", "list", "--format", "json", **as_tenant).json} == {"maker", "ci"}
+    rotated = here("key", "rotate", made.json["id"], "--overlap", "1h", "--format", "json", **as_tenant)
+    assert rotated.json["name"] == "ci"
+    assert here("key", "revoke", rotated.json["id"], **as_tenant).code == 0
+    beyond = here("key", "create", "--scope", "adapters:write", **as_tenant)
+    assert beyond.code == 1
+    assert "adapters:write" in beyond.stderr
+    absent = here("key", "revoke", "01J00000000000000000000000", **as_tenant)
+    assert "loraserve key list" in absent.stderr
+    assert "--tenant" not in absent.stderr
+    with Client(client.url, api_key=rotated.json["key"]) as gone, pytest.raises(AuthenticationError):
+        list(gone.adapters.list())
+
+
 def test_prometheus_key_reads_only_metrics(here: Run, client: Client) -> None:
     command = ("key", "create", "--tenant", "default", "--name", "prometheus", "--scope", "metrics:read")
     secret = here(*command, "--format", "quiet").stdout.strip()

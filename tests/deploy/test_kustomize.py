@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from .test_deploy import ran, tool
+
 yaml = pytest.importorskip("yaml")
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy" / "kubernetes"
@@ -90,6 +92,17 @@ def test_kustomization_builds(root: Path) -> None:
     resources = build(root)
     assert ("apps", "StatefulSet", "loraserve") in resources
     assert all(isinstance(value, str) for value in resources["", "ConfigMap", "loraserve"]["data"].values())
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda path: path.name)
+def test_kubectl_builds_same_resources(root: Path) -> None:
+    """Kustomize itself, where kubectl is there: the rules above are those that it has."""
+    text = ran(tool("kubectl"), "kustomize", root)
+    found = {key(document): document for document in yaml.safe_load_all(text) if document}
+    assert found.keys() == build(root).keys()
+    assert all(one["metadata"].get("namespace", "loraserve") == "loraserve" for one in found.values())
+    image = found["apps", "StatefulSet", "loraserve"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert image == "loraserve:cpu"
 
 
 def test_gateway_switches_router_metrics_on() -> None:

@@ -54,3 +54,25 @@ def test_missing_grant_has_own_error(server: Any, client: Client) -> None:
     server.refuse(404, "grant_not_found")
     with pytest.raises(errors.GrantNotFound):
         client.grants.get("sql", "acme")
+
+
+@pytest.mark.parametrize(("tenant", "root"), [("acme", "/api/v1/tenants/acme/keys"), (None, "/api/v1/keys")])
+def test_keys_are_asked_of_named_or_own_tenant(server: Any, client: Client, tenant: str | None, root: str) -> None:
+    key = {
+        "id": "01K",
+        "name": "ci",
+        "scopes": ["inference"],
+        "prefix": "sk-lora-ab",
+        "created_at": "2026-01-02T03:04:05Z",
+    }
+    for status, body in ((201, key | {"key": "sk-lora-x"}), (201, key | {"key": "sk-lora-y"}), (204, None)):
+        server.answer(body, status)
+    client.keys.create(tenant, name="ci")
+    client.keys.rotate(tenant, "01K", overlap_s=5)
+    client.keys.revoke(tenant, "01K")
+    assert [(asked.method, asked.path) for asked in server.asked] == [
+        ("POST", root),
+        ("POST", f"{root}/01K/rotate"),
+        ("DELETE", f"{root}/01K"),
+    ]
+    assert server.asked[1].json == {"overlap_s": 5}

@@ -53,7 +53,7 @@ from loraserve.types import (
 )
 
 ADMIN_KEY = "admin-key-of-the-contract-" + "x" * 20
-SCOPES = ("inference", "adapters:read", "adapters:write", "metrics:read")
+SCOPES = ("inference", "adapters:read", "adapters:write", "keys:write", "metrics:read")
 OPERATORS = ("admin", "metrics:read", "operator:read")
 ROLES = ("operator:read", "metrics:read")
 """Scopes that no key of a tenant's has unless it was given them."""
@@ -319,6 +319,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/tenants": {"json": {"name": "{tenant}"}},
     "PATCH /api/v1/tenants/{tenant}": {"json": {"weight": 2}},
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
+    "POST /api/v1/tenants/{tenant}/keys/{key_id}/rotate": {"json": {"overlap_s": 60}},
+    "POST /api/v1/keys": {"json": {"name": "another"}},
+    "POST /api/v1/keys/{key_id}/rotate": {"json": {"overlap_s": 60}},
     "POST /api/v1/admin-keys": {"json": {"name": "another", "role": "metrics:read"}},
     "POST /api/v1/admin-keys/{admin_key_id}/rotate": {"json": {"overlap_s": 60}},
     "POST /api/v1/compare": {

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import html
+import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,6 +32,9 @@ RELEASE_MARK = b"{{release}}"
 
 AUTH_MARK = b"{{auth}}"
 """Place in the page that says whether the server requires keys: ``key`` or ``none``."""
+
+DOCS_MARK = b"{{docs}}"
+"""Place in the page of the documentation's address; nothing where the installation names none."""
 
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -87,7 +92,8 @@ async def console() -> Response:
 async def page(request: Request) -> Response:
     """Return the console's page, which is asked for anew at each visit."""
     auth = b"key" if services_of(request).settings.auth else b"none"
-    return _answer(request, INDEX, _files()[INDEX].replace(AUTH_MARK, auth), "no-cache")
+    content = _files()[INDEX].replace(AUTH_MARK, auth).replace(DOCS_MARK, html.escape(docs_url()).encode())
+    return _answer(request, INDEX, content, "no-cache")
 
 
 @router.get("/console/assets/{release}/{file:path}", include_in_schema=False)
@@ -108,6 +114,21 @@ def release_of(files: Mapping[str, bytes]) -> str:
             digest.update(len(part).to_bytes(8, "big"))
             digest.update(part)
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def docs_url() -> str:
+    """Return the documentation's address as the installed package names it; empty: it names none.
+
+    Packages of a release have it (`hatch_metadata.py`).
+    """
+    try:
+        named = importlib.metadata.metadata("loraserve").get_all("Project-URL", [])
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    urls = dict(line.split(", ", 1) for line in named if ", " in line)
+    url = urls.get("Documentation", "")
+    return url if url.startswith("https://") else ""
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import AwareDatetime, Field
@@ -11,7 +10,7 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.new_keys import answer_new_key
+from loraserve.api.management.payloads.new_keys import KeyRotation, answer_new_key
 from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import ROOT, answer
 from loraserve.api.services import services_of
@@ -34,11 +33,6 @@ class AdminKeyCreate(Body):
     or ``metrics:read``."""
     # JSON has no instants: text is taken, in ISO 8601 with an offset.
     expires_at: AwareDatetime | None = Field(default=None, strict=False)
-
-
-class AdminKeyRotation(Body):
-    overlap_s: float = Field(default=0.0, allow_inf_nan=False)
-    """Seconds for which the old key works on."""
 
 
 @router.post("", status_code=201, response_model=NewAdminKey)
@@ -70,12 +64,11 @@ async def list_admin_keys(
 @router.post("/{admin_key_id}/rotate", status_code=201, response_model=NewAdminKey)
 async def rotate_admin_key(admin_key_id: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Create a key of the same name, role and end; the old one ends now, or after ``overlap_s``."""
-    body = await read_body(request, AdminKeyRotation)
+    body = await read_body(request, KeyRotation)
     keys = services_of(request).authenticator.admin_keys
-    overlap = timedelta(seconds=min(max(body.overlap_s, -1.0), 1e9))
 
     async def work(once: Once[IssuedKey] | None) -> IssuedKey:
-        return await keys.rotate(admin_key_id, overlap=overlap, actor=caller.key_id, once=once)
+        return await keys.rotate(admin_key_id, overlap=body.overlap, actor=caller.key_id, once=once)
 
     return await _answer_new(request, caller, work)
 

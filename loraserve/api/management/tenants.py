@@ -1,17 +1,15 @@
-"""Tenants and their keys. For admins."""
+"""Tenants. For admins."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.payloads.bodies import Body, read_body
-from loraserve.api.management.payloads.new_keys import answer_new_key
 from loraserve.api.management.payloads.resources import page_of, resource_of
 from loraserve.api.management.payloads.responses import (
     ROOT,
@@ -23,10 +21,9 @@ from loraserve.api.management.payloads.responses import (
 )
 from loraserve.api.services import services_of
 from loraserve.contract.result import Page
-from loraserve.contract.tenant import Key, NewKey, Tenant
+from loraserve.contract.tenant import Tenant
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.tenancy.identity.keys import TENANT_SCOPES, IssuedKey
 from loraserve.tenancy.identity.policy import LIMIT_NAMES, NO_POLICY
 from loraserve.tenancy.identity.tenants import TenantChange, TenantRecord
 
@@ -90,13 +87,6 @@ class TenantCreate(TenantPatch):
     name: str
 
 
-class KeyCreate(Body):
-    name: str = "key"
-    scopes: list[str] | None = Field(default=None, max_length=16)
-    # JSON has no instants: text is taken, in ISO 8601 with an offset.
-    expires_at: AwareDatetime | None = Field(default=None, strict=False)
-
-
 @router.post("", status_code=201, response_model=Tenant)
 async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> Response:
     body = await read_body(request, TenantCreate)
@@ -147,59 +137,6 @@ async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(
 async def delete_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Delete the tenant: its keys and models stop working. Its name is free for another tenant."""
     await services_of(request).authenticator.tenants.delete(tenant, actor=caller.key_id)
-    return Response(status_code=204)
-
-
-@router.post("/{tenant}/keys", status_code=201, response_model=NewKey)
-async def create_key(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """Create a key with all of a tenant's scopes, or those named, or ``metrics:read`` alone.
-
-    The secret is in this answer and nowhere else.
-    """
-    body = await read_body(request, KeyCreate)
-    authenticator = services_of(request).authenticator
-    owner = await authenticator.tenants.get(tenant)
-
-    async def work(once: Once[IssuedKey] | None) -> IssuedKey:
-        return await authenticator.keys.create(
-            owner.id,
-            name=body.name,
-            actor=caller.key_id,
-            scopes=TENANT_SCOPES if body.scopes is None else body.scopes,
-            expires_at=body.expires_at,
-            once=once,
-        )
-
-    return await answer_new_key(
-        request,
-        caller,
-        work,
-        location=lambda record: f"{ROOT}/tenants/{owner.name}/keys/{record.id}",
-        resource=partial(resource_of, Key),
-        with_secret=lambda key, secret: NewKey(**key.model_dump(), key=secret),
-    )
-
-
-@router.get("/{tenant}/keys", response_model=Page[Key])
-async def list_keys(
-    tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_operator)
-) -> Response:
-    """List the tenant's keys in the order of their creation, including revoked ones.
-
-    Secrets aren't shown.
-    """
-    authenticator = services_of(request).authenticator
-    owner = await authenticator.tenants.get(tenant)
-    page = await authenticator.keys.list(owner.id, limit=limit, cursor=cursor)
-    return answer(request, page_of(page, partial(resource_of, Key)))
-
-
-@router.delete("/{tenant}/keys/{key_id}", status_code=204)
-async def revoke_key(tenant: str, key_id: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """Revoke the key: here at once, within seconds in other processes."""
-    authenticator = services_of(request).authenticator
-    owner = await authenticator.tenants.get(tenant)
-    await authenticator.keys.revoke(owner.id, key_id, actor=caller.key_id)
     return Response(status_code=204)
 
 

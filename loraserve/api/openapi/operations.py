@@ -26,12 +26,14 @@ from loraserve.api.live_adapters.sglang import (
 )
 from loraserve.api.live_adapters.vllm import LoadLoraAdapter, UnloadLoraAdapter
 from loraserve.api.lorax.schemas import GenerateBody
-from loraserve.api.management.admin_keys import AdminKeyCreate, AdminKeyRotation
+from loraserve.api.management.admin_keys import AdminKeyCreate
 from loraserve.api.management.aliases import AliasChange
 from loraserve.api.management.comparison.evaluations import EvaluationBody
+from loraserve.api.management.keys import KeyCreate
 from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
-from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
+from loraserve.api.management.payloads.new_keys import KeyRotation
+from loraserve.api.management.tenants import TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
 from loraserve.api.ollama.answer import NDJSON
 from loraserve.api.ollama.body import OllamaChatBody, OllamaGenerateBody
@@ -155,8 +157,11 @@ BODIES: Mapping[str, Content] = {
     "POST /api/v1/tenants": {JSON: TenantCreate},
     "PATCH /api/v1/tenants/{tenant}": {JSON: TenantPatch},
     "POST /api/v1/tenants/{tenant}/keys": {JSON: KeyCreate},
+    "POST /api/v1/tenants/{tenant}/keys/{key_id}/rotate": {JSON: KeyRotation},
+    "POST /api/v1/keys": {JSON: KeyCreate},
+    "POST /api/v1/keys/{key_id}/rotate": {JSON: KeyRotation},
     "POST /api/v1/admin-keys": {JSON: AdminKeyCreate},
-    "POST /api/v1/admin-keys/{admin_key_id}/rotate": {JSON: AdminKeyRotation},
+    "POST /api/v1/admin-keys/{admin_key_id}/rotate": {JSON: KeyRotation},
     "POST /api/v1/compare": {JSON: Comparison},
 }
 """Bodies by method and path; routes under /t/{tenant} have the same."""

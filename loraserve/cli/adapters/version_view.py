@@ -45,6 +45,7 @@ VERSION_DETAILS = (
     Column("reasoning", "reasoning_parser"),
     Column("template", lambda version: _variables(version)),
     Column("created", "created_at"),
+    Column("by", "created_by"),
     Column("notes", "notes"),
     Column("tags", "tags"),
     Column("parity", lambda version: _parity(version), is_state=True),

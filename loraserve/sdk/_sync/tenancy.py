@@ -1,7 +1,7 @@
 # Generated from loraserve/sdk/_async/tenancy.py by `make sdk`: don't edit.
 """`client.tenants`, `client.keys`, `client.admin_keys`, `client.grants`.
 
-All but grants take an admin key.
+All but grants, and a tenant's own keys, take an admin key.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, r
 from loraserve.sdk.types.fields import Limits
 
 ROOT = "/api/v1/tenants"
+OWN_KEYS = "/api/v1/keys"
 ADMIN_KEYS = "/api/v1/admin-keys"
 
 
@@ -94,19 +95,34 @@ class Tenants:
 
 
 class Keys:
+    """Keys of a tenant: of any with an admin key, else with a key that has ``keys:write``.
+
+    Where `tenant` is None, they are those of the tenant that the client acts for. A tenant's key
+    manages keys within its own bounds: no scope that it lacks, no later end.
+    """
+
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def create(
-        self, tenant: str, *, name: str, scopes: Sequence[str] | None = None, expires_at: datetime | None = None
+        self,
+        tenant: str | None = None,
+        *,
+        name: str,
+        scopes: Sequence[str] | None = None,
+        expires_at: datetime | None = None,
     ) -> NewKey:
         """Create a key of the tenant; `key` is its secret, shown this once.
 
         Args:
             name: a label to tell keys apart.
-            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or
-                ``metrics:read`` alone, for a scraper of all tenants' metrics.
-            expires_at: when it stops working; None: never.
+            scopes: of ``inference``, ``adapters:read``, ``adapters:write``, ``keys:write``; None:
+                the first three, or those of them that the maker has. Or ``metrics:read`` alone, for
+                a scraper of all tenants' metrics.
+            expires_at: when it stops working; None: never, or when the maker does.
+
+        Raises:
+            PermissionDenied: the key would have a scope that its maker lacks, or outlast it.
         """
         body: dict[str, object] = {"name": name}
         if scopes is not None:
@@ -119,12 +135,29 @@ class Keys:
             Call("POST", _keys_path(tenant), read_into(NewKey), headers=headers, body=encode(body))
         )
 
-    def list(self, tenant: str) -> Iterator[Key]:
+    def list(self, tenant: str | None = None) -> Iterator[Key]:
         """Yield the tenant's keys, oldest first, revoked ones too."""
         return all_rows(self._transport, _keys_path(tenant), Key)
 
-    def revoke(self, tenant: str, key_id: str) -> None:
-        """Revoke the key; no-op if it is revoked."""
+    def rotate(self, tenant: str | None, key_id: str, *, overlap_s: float = 0.0) -> NewKey:
+        """Create a key of the same name, scopes and end in the place of this one.
+
+        Args:
+            overlap_s: seconds for which the old one works on.
+
+        Raises:
+            PermissionDenied: the key has a scope that this client's lacks, or outlasts it.
+        """
+        path = f"{_keys_path(tenant)}/{segment(key_id, 'key')}/rotate"
+        body = encode({"overlap_s": overlap_s})
+        return self._transport.send(Call("POST", path, read_into(NewKey), headers=idempotency_key(), body=body))
+
+    def revoke(self, tenant: str | None, key_id: str) -> None:
+        """Revoke the key, which may be this client's own; no-op if it is revoked.
+
+        Raises:
+            PermissionDenied: the key has a scope that this client's lacks.
+        """
         self._transport.send(Call("DELETE", f"{_keys_path(tenant)}/{segment(key_id, 'key')}", read_nothing))
 
 
@@ -221,8 +254,8 @@ def _tenant_path(tenant: str) -> str:
     return f"{ROOT}/{segment(tenant, 'tenant')}"
 
 
-def _keys_path(tenant: str) -> str:
-    return f"{_tenant_path(tenant)}/keys"
+def _keys_path(tenant: str | None) -> str:
+    return OWN_KEYS if tenant is None else f"{_tenant_path(tenant)}/keys"
 
 
 def _grants_path(adapter: str) -> str:

@@ -22,9 +22,12 @@ from loraserve.tenancy.identity.keys import (
     KeyRecord,
     check_expiry,
     check_name,
+    check_overlap,
     insert_key,
     is_usable,
+    replace_key,
     to_record,
+    works,
 )
 
 
@@ -122,33 +125,18 @@ class AdminKeys:
             QuotaExceeded: both would work, and there are `LIMITS.max_admin_keys`.
             Replay: `once` was used before.
         """
-        if not timedelta(0) <= overlap <= timedelta(seconds=LIMITS.max_key_overlap_s):
-            bound = f"{LIMITS.max_key_overlap_s:.0f}"
-            raise InvalidRequest(f"overlap_s should be a number from 0 to {bound}.", param="overlap_s")
+        check_overlap(overlap)
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)
             await self._lock(session)
             old = await self._find(session, key_id)
-            if not _works(old, now):
+            if not works(old, now):
                 raise Conflict(f"The key {old.id} is revoked or expired.", hint="Create another one.")
             if overlap:
                 await self._check_room(session, now)
-            made = insert_key(
-                session,
-                tenant=None,
-                name=old.name,
-                scopes=old.scopes,
-                role=old.role,
-                pepper=self._pepper(),
-                now=now,
-                expires_at=old.expires_at,
-            )
-            if not overlap:
-                old.revoked_at = now
-            elif old.expires_at is None or old.expires_at > now + overlap:
-                old.expires_at = now + overlap
+            made = replace_key(session, old, overlap=overlap, pepper=self._pepper(), now=now)
             detail = {"name": old.name, "role": old.role, "by": made.record.id, "overlap_s": overlap.total_seconds()}
             audit.record(session, "admin_key.rotate", old.id, actor=actor, tenant=None, at=now, detail=detail)
             await session.flush()
@@ -171,7 +159,7 @@ class AdminKeys:
             await self._lock(session)
             row = await self._find(session, key_id)
             if row.revoked_at is None:
-                if row.role == ADMIN_ROLE and _works(row, now) and not self._has_other_admin():
+                if row.role == ADMIN_ROLE and works(row, now) and not self._has_other_admin():
                     await self._check_other(session, row, now)
                 row.revoked_at = now
                 detail = {"name": row.name, "role": row.role}
@@ -207,7 +195,3 @@ class AdminKeys:
         if row is None:
             raise KeyNotFound("There is no such key.", hint="See: loraserve admin-key list")
         return row
-
-
-def _works(row: ApiKey, now: datetime) -> bool:
-    return row.revoked_at is None and (row.expires_at is None or row.expires_at > now)

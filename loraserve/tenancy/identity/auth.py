@@ -19,7 +19,7 @@ from loraserve.db.models import ApiKey, ServerSecret, Tenant
 from loraserve.db.names import is_name
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.db.upsert import upsert
-from loraserve.errors import AuthenticationError, ConfigError, DatabaseUnavailable, TenantNotFound
+from loraserve.errors import ConfigError, DatabaseUnavailable, TenantNotFound
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.admin_keys import AdminKeys
 from loraserve.tenancy.identity.keys import (
@@ -27,13 +27,14 @@ from loraserve.tenancy.identity.keys import (
     ADMIN_SCOPES,
     OPERATOR_READ,
     ROLES,
-    Keys,
+    bad_key,
     hash_secret,
     insert_key,
     is_usable,
     is_well_formed,
 )
 from loraserve.tenancy.identity.policy import NO_POLICY, TenantPolicy, policy_of_row
+from loraserve.tenancy.identity.tenant_keys import TenantKeys
 from loraserve.tenancy.identity.tenants import (
     DEFAULT_TENANT,
     Tenants,
@@ -172,7 +173,7 @@ class Authenticator:
             silence_s=database.silence_s,
             is_cancellable=database.is_cancellable,
         )
-        self.keys = Keys(database, self._get_pepper, self._forget_key, clock=clock)
+        self.keys = TenantKeys(database, self._get_pepper, self._forget_key, clock=clock)
         self.admin_keys = AdminKeys(
             database,
             self._get_pepper,
@@ -243,13 +244,13 @@ class Authenticator:
         if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
             return await self._as_default(ADMIN_KEY_ID, ADMIN_ROLE)
         if not is_well_formed(secret):
-            raise _bad_key()
+            raise bad_key()
         secret_hash = hash_secret(secret, self._get_pepper())
         known = await self._callers.get(secret_hash, lambda: self._find(secret_hash), holder=holder)
         if not hmac.compare_digest(known.secret_hash, secret_hash):
-            raise _bad_key()
+            raise bad_key()
         if known.expires_at is not None and known.expires_at <= self._clock():
-            raise _bad_key()
+            raise bad_key()
         role = known.caller.role
         return known.caller if role is None else await self._as_default(known.caller.key_id, role)
 
@@ -315,12 +316,12 @@ class Authenticator:
         async with self._database.read() as session:
             found = (await session.execute(query)).one_or_none()
         if found is None:
-            raise _bad_key()
+            raise bad_key()
         key, tenant = found
         if key.tenant_id is None:
             # a role that only a newer program has opens nothing
             if key.role is None or key.role not in ROLES:
-                raise _bad_key()
+                raise bad_key()
             caller = self._operator(key.id, key.role)
         else:
             policy = policy_of_row(tenant.limits, tenant.weight, tenant.prices)
@@ -354,10 +355,6 @@ class Authenticator:
         self._tenants.forget(lambda _: True)
         self._by_id.forget(lambda _: True)
         self._admins.forget(lambda _: True)
-
-
-def _bad_key() -> AuthenticationError:
-    return AuthenticationError("The API key is not valid.", hint="Send a valid key as: Authorization: Bearer sk-lora-…")
 
 
 async def _read_or_make_pepper(session: AsyncSession, now: datetime) -> bytes:

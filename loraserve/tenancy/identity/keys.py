@@ -1,4 +1,4 @@
-"""API keys: made, shown once, hashed, listed, revoked.
+"""API keys: what one may be, its secret, and its row.
 
 A secret is ``sk-lora-`` + 256 random bits in base 62 + a six-letter checksum. The checksum lets us
 refuse typing errors and made-up keys without asking the database; it proves nothing. What is stored
@@ -13,18 +13,14 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, or_
 from sqlalchemy.ext.asyncio import AsyncSession
 from ulid import ULID
 
-from loraserve.db import audit
-from loraserve.db.idempotency import Once
-from loraserve.db.models import KEY_NAME_LENGTH, ApiKey, Tenant
-from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
-from loraserve.db.session import Clock, Database, utc_now
-from loraserve.errors import InvalidRequest, KeyNotFound, QuotaExceeded
+from loraserve.db.models import KEY_NAME_LENGTH, ApiKey
+from loraserve.errors import AuthenticationError, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.types import TenantId
 
@@ -35,7 +31,14 @@ RANDOM_LENGTH = 43
 CHECKSUM_LENGTH = 6
 SHOWN_LENGTH = len(PREFIX) + 4
 
-TENANT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
+DEFAULT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
+"""Scopes of a tenant's key that was made without naming any."""
+KEYS_WRITE = "keys:write"
+"""Its holder manages the tenant's keys within its own scopes; given by name alone, since such a key
+can leave others behind.
+"""
+TENANT_SCOPES = DEFAULT_SCOPES | {KEYS_WRITE}
+"""Scopes that a tenant's key can have."""
 METRICS_SCOPE = "metrics:read"
 """Metrics show all tenants: a key with this scope is an operator's, of whichever tenant,
 and opens nothing else.
@@ -138,6 +141,17 @@ def check_expiry(expires_at: datetime, now: datetime) -> datetime:
         raise InvalidRequest("expires_at is after the year 9999.", param="expires_at") from None
 
 
+def check_overlap(overlap: timedelta) -> None:
+    """Check the time for which a replaced key works on.
+
+    Raises:
+        InvalidRequest: it is out of bounds.
+    """
+    if not timedelta(0) <= overlap <= timedelta(seconds=LIMITS.max_key_overlap_s):
+        bound = f"{LIMITS.max_key_overlap_s:.0f}"
+        raise InvalidRequest(f"overlap_s should be a number from 0 to {bound}.", param="overlap_s")
+
+
 def check_name(name: str) -> None:
     """Check a key's name.
 
@@ -177,114 +191,41 @@ def insert_key(
     return IssuedKey(to_record(row), secret)
 
 
+def replace_key(session: AsyncSession, old: ApiKey, *, overlap: timedelta, pepper: bytes, now: datetime) -> IssuedKey:
+    """Insert a key of the same tenant, name, scopes, role and end; the old one ends.
+
+    It ends now, or after `overlap`.
+    """
+    made = insert_key(
+        session,
+        tenant=None if old.tenant_id is None else TenantId(old.tenant_id),
+        name=old.name,
+        scopes=old.scopes,
+        role=old.role,
+        pepper=pepper,
+        now=now,
+        expires_at=old.expires_at,
+    )
+    if not overlap:
+        old.revoked_at = now
+    elif old.expires_at is None or old.expires_at > now + overlap:
+        old.expires_at = now + overlap
+    return made
+
+
+def works(row: ApiKey, now: datetime) -> bool:
+    """Return whether the key is valid now."""
+    return row.revoked_at is None and (row.expires_at is None or row.expires_at > now)
+
+
+def bad_key() -> AuthenticationError:
+    """Build the one error of unknown, revoked and expired keys."""
+    return AuthenticationError("The API key is not valid.", hint="Send a valid key as: Authorization: Bearer sk-lora-…")
+
+
 def is_usable(now: datetime) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """Build conditions that select the `ApiKey` rows that are valid now."""
     return (ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
-
-
-class Keys:
-    """Keys of tenants.
-
-    Args:
-        on_revoke: called with the hash of a revoked key after that is durable, to invalidate this
-            process's cache.
-    """
-
-    def __init__(
-        self,
-        database: Database,
-        pepper: Callable[[], bytes],
-        on_revoke: Callable[[str], None],
-        *,
-        clock: Clock = utc_now,
-    ) -> None:
-        self._database = database
-        self._pepper = pepper
-        self._on_revoke = on_revoke
-        self._clock = clock
-
-    async def create(
-        self,
-        tenant: TenantId,
-        *,
-        name: str,
-        actor: str,
-        scopes: Iterable[str] = TENANT_SCOPES,
-        expires_at: datetime | None = None,
-        once: Once[IssuedKey] | None = None,
-    ) -> IssuedKey:
-        """Create a key of `tenant`; only the result has its secret.
-
-        Raises:
-            InvalidRequest: a scope, the name or the expiry is invalid.
-            QuotaExceeded: the tenant has `LIMITS.max_keys_per_tenant` working keys.
-            Replay: `once` was used before.
-        """
-        checked = check_scopes(scopes)
-        now = self._clock()
-        check_name(name)
-        if expires_at is not None:
-            expires_at = check_expiry(expires_at, now)
-        async with self._database.write() as session:
-            if once is not None:
-                await once.begin(session)
-            # The tenant's row lock makes the count below hold until the commit.
-            await session.scalar(select(Tenant.id).where(Tenant.id == tenant).with_for_update(key_share=True))
-            mine = select(func.count()).select_from(ApiKey).where(ApiKey.tenant_id == tenant, *is_usable(now))
-            if (await session.scalar(mine) or 0) >= LIMITS.max_keys_per_tenant:
-                raise QuotaExceeded(
-                    f"The tenant has {LIMITS.max_keys_per_tenant} keys, the maximum.", hint="Revoke one first."
-                )
-            made = insert_key(
-                session, tenant=tenant, name=name, scopes=checked, pepper=self._pepper(), now=now, expires_at=expires_at
-            )
-            audit.record(
-                session,
-                "key.create",
-                made.record.id,
-                actor=actor,
-                tenant=tenant,
-                at=now,
-                detail={"name": name, "scopes": list(checked)},
-            )
-            await session.flush()
-            if once is not None:
-                await once.finish(session, made)
-        return made
-
-    async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[KeyRecord]:
-        """List a page of the tenant's keys in order of creation, revoked ones included."""
-        after = decode_cursor(cursor)
-        query = select(ApiKey).where(ApiKey.tenant_id == tenant).order_by(ApiKey.id).limit(check_limit(limit) + 1)
-        if after is not None:
-            query = query.where(ApiKey.id > after)
-        async with self._database.read() as session:
-            rows = (await session.scalars(query)).all()
-        return make_page(rows, limit, lambda row: row.id, to_record)
-
-    async def revoke(self, tenant: TenantId, key_id: str, *, actor: str) -> None:
-        """Revoke the key; no-op if it is revoked.
-
-        It is revoked at once in this process, within `LIMITS.auth_cache_s` in others.
-
-        Raises:
-            KeyNotFound: `tenant` has no such key.
-        """
-        now = self._clock()
-        absent = KeyNotFound("There is no such key.", hint="See: loraserve key list --tenant NAME")
-        if not (key_id.isascii() and key_id.isalnum()):
-            raise absent
-        async with self._database.write(frees_space=True) as session:
-            query = select(ApiKey).where(ApiKey.tenant_id == tenant, ApiKey.id == key_id).with_for_update()
-            row = (await session.scalars(query)).one_or_none()
-            if row is None:
-                raise absent
-            if row.revoked_at is None:
-                row.revoked_at = now
-                audit.record(
-                    session, "key.revoke", row.id, actor=actor, tenant=tenant, at=now, detail={"name": row.name}
-                )
-        self._on_revoke(row.secret_hash)
 
 
 def to_record(row: ApiKey) -> KeyRecord:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import re
+from email.message import Message
 
 import httpx2
 import pytest
 
 from loraserve.api.app import create_app
-from loraserve.api.console.pages import CONTENT_SECURITY_POLICY, MEDIA_TYPES, STATIC, release_of
+from loraserve.api.console.pages import CONTENT_SECURITY_POLICY, MEDIA_TYPES, STATIC, docs_url, release_of
 from loraserve.api.services import Services
 from loraserve.settings import Settings
 
@@ -69,6 +71,27 @@ async def test_page_contains_no_inline_script_or_style(client: httpx2.AsyncClien
     assert re.findall(r"<style|\sstyle=|\son[a-z]+=|javascript:", page) == []
     assert "{{" not in page
     assert re.findall(r'(?:src|href)="(?!/console/assets/)', page) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("Documentation, https://git.example.org/docs?a=1&b", "https://git.example.org/docs?a=1&amp;b"),
+        ("Documentation, javascript:alert(1)", ""),
+        ("Homepage, https://git.example.org", ""),
+    ],
+)
+async def test_page_names_documentation_of_package(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, line: str, wanted: str
+) -> None:
+    metadata = Message()
+    metadata["Project-URL"] = line
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: metadata)
+    docs_url.cache_clear()
+    try:
+        assert f'data-docs="{wanted}"' in (await client.get("/console/")).text
+    finally:
+        docs_url.cache_clear()
 
 
 @pytest.mark.parametrize(

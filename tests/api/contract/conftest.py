@@ -17,6 +17,7 @@ from whole_app import ADMIN_KEY, ROLES, SCOPES, World, app, bearer, client, mode
 from loraserve.api.services import Services
 from loraserve.db.models import ApiKey, OperationRow
 from loraserve.db.session import utc_now
+from loraserve.tenancy.identity.keys import TENANT_SCOPES
 
 __all__ = ["app", "client", "model_dir", "services"]
 
@@ -56,8 +57,13 @@ async def world(
     ids = {
         name: (await call("POST", "/tenants", admin, json={"name": name}))["id"] for name in ("acme", "globex", "hooli")
     }
+    own = await make_key("acme", scopes=sorted(TENANT_SCOPES))
     made = await make_key("acme")
-    keys = {"acme": made["key"], "globex": (await make_key("globex"))["key"], "admin": ADMIN_KEY}
+    keys = {
+        "acme": own["key"],
+        "globex": (await make_key("globex", scopes=sorted(TENANT_SCOPES)))["key"],
+        "admin": ADMIN_KEY,
+    }
     for scope in SCOPES:
         keys[scope] = (await make_key("globex", scopes=[scope]))["key"]
     expired = await make_key("globex", expires_at="2100-01-01T00:00:00Z")

@@ -38,6 +38,7 @@ NOTHING_TO_DO = {
     "POST /t/{tenant}/pause": None,
     "DELETE /api/v1/adapters/{name}/versions/{number}": "conflict",
     "DELETE /api/v1/tenants/{tenant}/keys/{key_id}": "key_not_found",
+    "POST /api/v1/tenants/{tenant}/keys/{key_id}/rotate": "key_not_found",
     # the same as without the tenant, which was sent before
     "DELETE /t/{tenant}/v1/responses/{response_id}": None,
     "PATCH /api/v1/uploads/{upload_id}": "invalid_value",

@@ -1,11 +1,10 @@
 // The page: signing in, the navigation, and the view that the address names.
-import { api } from "./lib/api.js";
+import { all, api, send } from "./lib/api.js";
 import { html, render, useEffect, useRef, useState } from "./lib/html.js";
 import { follow, live, stop } from "./lib/live.js";
 import { actFor, knowMe, session, signOut } from "./lib/session.js";
 import { Store, useStore } from "./lib/store.js";
-import { Failure, Loading, useLoaded } from "./lib/ui.js";
-import { all } from "./lib/api.js";
+import { Failure, Loading, useAction, useLoaded } from "./lib/ui.js";
 import { Adapter } from "./views/adapter.js";
 import { Adapters } from "./views/adapters.js";
 import { Login } from "./views/login.js";
@@ -84,6 +83,27 @@ function TenantChoice({ me }) {
   </label>`;
 }
 
+const DOCS = document.documentElement.dataset.docs;
+
+// The document of the API needs the key, so it is asked for here and given to the browser as a file.
+function Links() {
+  const [act, { isRunning, error }] = useAction(async () => {
+    const answer = await send("GET", "/api/v1/openapi.json");
+    const url = URL.createObjectURL(await answer.blob());
+    const link = document.createElement("a");
+    link.href = url;
+    link.download = "loraserve-openapi.json";
+    link.click();
+    // the browser reads it after the click
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  });
+  return html`<ul class="links small">
+    ${DOCS && html`<li><a href=${DOCS} target="_blank" rel="noopener noreferrer">Documentation</a></li>`}
+    <li><button type="button" class="link" disabled=${isRunning} onClick=${() => act()}>OpenAPI document</button></li>
+    ${error && html`<li><${Failure} error=${error} /></li>`}
+  </ul>`;
+}
+
 function ServerState() {
   const { state, now, why } = useStore(live);
   if (state === "away") return html`<p class="server bad" role="status"><span class="dot" aria-hidden="true"></span>Not connected: ${why}</p>`;
@@ -133,6 +153,7 @@ function Page() {
             </ul>
           </nav>
           <div class="foot">
+            <${Links} />
             <${ServerState} />
             <${TenantChoice} me=${me} />
             <div class="actions">

@@ -1,13 +1,16 @@
-"""Keys in answers: without their secrets, but for the one answer that made them."""
+"""New keys: how one takes another's place, and the one answer that has a secret."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import TypeVar
 
 from fastapi import Request
+from pydantic import Field
 from starlette.responses import Response
 
+from loraserve.api.management.payloads.bodies import Body
 from loraserve.api.management.payloads.responses import answer_once, content_etag, encode
 from loraserve.contract.result import Result
 from loraserve.contract.tenant import Key
@@ -17,6 +20,16 @@ from loraserve.tenancy.identity.auth import Caller
 from loraserve.tenancy.identity.keys import IssuedKey, KeyRecord
 
 K = TypeVar("K", bound=Key)
+
+
+class KeyRotation(Body):
+    overlap_s: float = Field(default=0.0, allow_inf_nan=False)
+    """Seconds for which the old key works on."""
+
+    @property
+    def overlap(self) -> timedelta:
+        """The time, of which no number is too large to be refused in words."""
+        return timedelta(seconds=min(max(self.overlap_s, -1.0), 1e9))
 
 
 async def answer_new_key(

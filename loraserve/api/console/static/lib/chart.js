@@ -8,6 +8,14 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
+// A label names a minute: two marks in one would read alike.
+const WHOLE_MINUTES = [1, 2, 5, 10, 15, 30, 60].map((minutes) => 60 * minutes);
+
+// Labels without those that repeat the one before, as of small numbers rounded.
+export function distinct(labels) {
+  return labels.map((label, index) => (label === labels[index - 1] ? "" : label));
+}
+
 function options(series, width, format, minutes) {
   const axis = {
     stroke: colour("--muted"),
@@ -26,8 +34,8 @@ function options(series, width, format, minutes) {
       y: { range: (_, __, most) => [0, most > 0 ? most * 1.15 : 1] },
     },
     axes: [
-      { ...axis, space: 52, size: 26, values: "{HH}:{mm}" },
-      { ...axis, size: 62, space: 34, values: (_, values) => values.map((value) => format(value)) },
+      { ...axis, space: 52, size: 26, values: "{HH}:{mm}", incrs: WHOLE_MINUTES },
+      { ...axis, size: 62, space: 34, values: (_, values) => distinct(values.map((value) => format(value))) },
     ],
     series: [
       {},

@@ -4,12 +4,12 @@ import { html } from "./html.js";
 
 const SHARES = ["exact_match", "accuracy", "regex_match", "json_match"];
 
-function figure(name, value) {
+export function figure(name, value) {
   if (value === undefined || value === null) return "–";
   return SHARES.includes(name) ? percent(value, 1) : Number(value.toPrecision(4)).toString();
 }
 
-function inOrder(metrics) {
+export function inOrder(metrics) {
   const place = (name) => (SHARES.includes(name) ? SHARES.indexOf(name) : SHARES.length);
   return Object.keys(metrics).sort((one, other) => place(one) - place(other) || one.localeCompare(other));
 }

@@ -103,8 +103,13 @@ export function useAction(run) {
   return [act, state];
 }
 
+let numDialogs = 0;
+
 export function Dialog({ title, onClose, children, isWide }) {
   const element = useRef(null);
+  // a question may stand above another dialog
+  const id = useRef(null);
+  id.current ??= `dialog-title-${(numDialogs += 1)}`;
   useEffect(() => {
     const dialog = element.current;
     const before = document.activeElement;
@@ -117,7 +122,7 @@ export function Dialog({ title, onClose, children, isWide }) {
   return html`<dialog
     ref=${element}
     class=${isWide ? "wide" : ""}
-    aria-labelledby="dialog-title"
+    aria-labelledby=${id.current}
     onCancel=${(event) => {
       event.preventDefault();
       onClose();
@@ -126,7 +131,7 @@ export function Dialog({ title, onClose, children, isWide }) {
   >
     <div class="dialog">
       <header>
-        <h2 id="dialog-title">${title}</h2>
+        <h2 id=${id.current}>${title}</h2>
         <button type="button" class="quiet" onClick=${onClose} aria-label="Close">✕</button>
       </header>
       ${children}

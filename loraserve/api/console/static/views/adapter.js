@@ -5,13 +5,16 @@ import { Compare, isCompared, useTraffic } from "../lib/compare.js";
 import { Evaluation } from "../lib/evaluation.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
+import { VersionMetrics } from "../lib/metrics.js";
+import { CopyAs, Expression, call, command, curl, python } from "../lib/recipe.js";
 import { tagsOf } from "../lib/tags.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
 import { Upload } from "./adapters.js";
+import { KEYS_WRITE } from "./keys.js";
 
 const PART_KINDS = ["decode", "queue", "prefill", "adapter", "other"];
 
-export function Adapter({ rest }) {
+export function Adapter({ me, rest }) {
   const [name] = rest;
   const root = `/api/v1/adapters/${path(name)}`;
   const loaded = useLoaded(async () => {
@@ -22,6 +25,7 @@ export function Adapter({ rest }) {
     ]);
     return { adapter, versions: versions.items, aliases: aliases.items };
   }, [name]);
+  const whose = useKeyNames(me);
   const traffic = useTraffic(root, loaded.value?.aliases ?? []);
   const [dialog, setDialog] = useState(null);
   const back = html`<a class="button" href="#/adapters">All adapters</a>`;
@@ -55,7 +59,7 @@ export function Adapter({ rest }) {
       ${versions.length === 0 && html`<${Empty} title="No versions">All of them were deleted.<//>`}
       <div class="scroll" tabindex="0" role="region" aria-label="Versions">
         <table>
-          <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Effect kept</th><th scope="col">Notes and tags</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
+          <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Effect kept</th><th scope="col">Notes and tags</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col">By</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
           <tbody>
             ${versions.map((version) => html`<tr key=${version.version}>
               <td class="figures">${version.version} ${version.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}</td>
@@ -65,6 +69,7 @@ export function Adapter({ rest }) {
               <td class="num">${number(version.rank)}</td>
               <td class="num">${bytes(version.size_bytes)}</td>
               <td class="small figures">${day(version.created_at)}</td>
+              <td class="small" title=${version.created_by}>${whose(version.created_by)}</td>
               <td><button type="button" class="small" onClick=${() => setDialog({ kind: "version", version })}>
                 Certificate<span class="hidden"> of version ${version.version}</span></button></td>
             </tr>`)}
@@ -72,10 +77,11 @@ export function Adapter({ rest }) {
         </table>
       </div>
     </section>
+    <${VersionMetrics} versions=${versions} />
     <${Upload} name=${name} onPublished=${changed} />
     ${dialog?.kind === "notes" && html`<${Notes} adapter=${adapter} root=${root} onClose=${close} onChanged=${changed} />`}
     ${dialog?.kind === "version" && html`<${VersionDialog} version=${dialog.version} root=${root} onClose=${close} onChanged=${changed} />`}
-    ${dialog?.kind === "alias" && html`<${AliasDialog} alias=${dialog.alias} versions=${versions} root=${root} onClose=${close} onChanged=${changed} />`}
+    ${dialog?.kind === "alias" && html`<${AliasDialog} adapter=${name} alias=${dialog.alias} versions=${versions} root=${root} onClose=${close} onChanged=${changed} />`}
     ${dialog?.kind === "shadow" && html`<${ShadowDialog} alias=${dialog.alias} root=${root} onClose=${close} />`}
     ${dialog?.kind === "rollback" &&
     html`<${Confirm} title=${`Roll back ${dialog.alias.name}?`} label="Roll back" isDanger onClose=${close}
@@ -84,8 +90,21 @@ export function Adapter({ rest }) {
         changed();
       }}>
       <p>${name}@${dialog.alias.name} goes back to what it named before. Requests that run finish on the version they began with.</p>
+      <${CopyAs} recipe=${() => ({
+        curl: curl("POST", `${root}/aliases/${path(dialog.alias.name)}/rollback`),
+        python: python(call("client.adapters.rollback", [name, dialog.alias.name])),
+        cli: command("adapter", "rollback", name, dialog.alias.name),
+      })} />
     <//>`}
   `;
+}
+
+// Names of keys by their ids, where this key may list them.
+function useKeyNames(me) {
+  const mayList = me.is_admin || me.scopes.includes(KEYS_WRITE);
+  const loaded = useLoaded(async () => (mayList ? (await all("/api/v1/keys")).items : []), [mayList]);
+  const names = new Map((loaded.value ?? []).map((key) => [key.id, key.name]));
+  return (id) => names.get(id) ?? (id === me.key_id ? "this key" : id.length > 10 ? `key …${id.slice(-6)}` : id || "–");
 }
 
 // What rounding the base leaves of a version's effect, as its certificate measured it.
@@ -132,7 +151,24 @@ function Alias({ alias, versions, root, traffic, setDialog }) {
   </div>`;
 }
 
-function AliasDialog({ alias, versions, root, onClose, onChanged }) {
+// An alias's move elsewhere, whoever moved it meanwhile.
+function aliasRecipe(adapter, name, { version, split, shadow }, root) {
+  const weights = split && Object.fromEntries(split.map((part) => [part.version, part.weight]));
+  const words = [
+    ...(split ? ["--split", split.map((part) => `${part.version}=${part.weight}`).join(",")] : [version]),
+    ...(shadow ? ["--shadow", `${shadow.version}=${shadow.share}`] : []),
+  ];
+  return {
+    curl: curl("PUT", `${root}/aliases/${path(name)}`, { json: { version, split, shadow } }),
+    python: python(call("client.adapters.set_alias", [adapter, name, ...(split ? [] : [version])], {
+      split: weights,
+      shadow: shadow && new Expression(`(${shadow.version}, ${shadow.share})`),
+    })),
+    cli: command("adapter", "alias", adapter, name, words),
+  };
+}
+
+function AliasDialog({ adapter, alias, versions, root, onClose, onChanged }) {
   const choices = versions.filter((version) => version.state === "ready").map((version) => version.version);
   const newest = choices[0] ?? versions[0]?.version ?? 1;
   const [name, setName] = useState(alias?.name ?? "");
@@ -143,8 +179,9 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
   const total = parts.reduce((sum, part) => sum + part.percent, 0);
   const change = (index, value) => setParts(parts.map((part, at) => (at === index ? { ...part, ...value } : part)));
   const unused = choices.find((version) => !parts.some((part) => part.version === version));
-  const [act, { isRunning, error }] = useAction(async () => {
+  const bodyOf = () => {
     const given = parts.filter((part) => part.percent > 0);
+    if (!given.length) throw new Error("At least one version needs a share.");
     const body = given.length === 1
       ? { version: given[0].version }
       : { split: given.map((part) => ({ version: part.version, weight: part.percent / total })) };
@@ -152,6 +189,10 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
       const isKept = alias?.shadow && Math.round(alias.shadow.share * 100) === shadow.percent;
       body.shadow = { version: shadow.version, share: isKept ? alias.shadow.share : shadow.percent / 100 };
     }
+    return body;
+  };
+  const [act, { isRunning, error }] = useAction(async () => {
+    const body = bodyOf();
     const headers = alias ? { "If-Match": `"r${alias.revision}"` } : { "If-None-Match": "*" };
     await api.put(`${root}/aliases/${path(name)}`, body, { headers });
     onChanged();
@@ -196,6 +237,7 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
         <button type="button" onClick=${onClose}>Cancel</button>
         <button type="submit" class="primary" disabled=${isRunning || total === 0}>Save</button>
       </div>
+      <${CopyAs} recipe=${() => aliasRecipe(adapter, name || "NAME", bodyOf(), root)} />
     </form>
   <//>`;
 }
@@ -230,6 +272,7 @@ function VersionDialog({ version, root, onClose, onChanged }) {
         ["Modules", shown.target_modules.join(", ")],
         ["Files for chats", shown.extra_files.map((file) => file.name).join(", ") || "the base's"],
         ["Published", day(shown.created_at)],
+        ["By the key", shown.created_by || "–"],
       ].map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}
     </dl>
     <div aria-live="polite">${told && html`<${Note}>${told}<//>`}${error && html`<${Failure} error=${error} />`}</div>
@@ -237,7 +280,24 @@ function VersionDialog({ version, root, onClose, onChanged }) {
       <button type="button" disabled=${verifying.isRunning} onClick=${() => verify()}>Verify again</button>
       <button type="button" disabled=${warming.isRunning} onClick=${() => warm()}>Warm</button>
     </div>
+    <${CopyAs} label="Verify and warm as curl, Python or a command" recipe=${() => ({
+      curl: `${curl("POST", `${at}/verify`)}\n${curl("POST", `${at}/warm`)}`,
+      python: python(["verify", "warm"].map((what) => call(`client.adapters.${what}`, [version.name, version.version])).join("\n")),
+      cli: ["verify", "warm"].map((what) => command("adapter", what, `${version.name}@${version.version}`)).join("\n"),
+    })} />
   <//>`;
+}
+
+function notesRecipe(adapter, notes, tags, root) {
+  const gone = Object.keys(adapter.tags).filter((name) => !(name in tags));
+  return {
+    curl: curl("PATCH", root, { json: { notes, tags } }),
+    python: python(call("client.adapters.update", [adapter.name], { notes, tags })),
+    cli: command(
+      "adapter", "set", adapter.name, "--notes", notes,
+      Object.entries(tags).flatMap(([name, value]) => ["--tag", `${name}=${value}`]), gone.flatMap((name) => ["--untag", name]),
+    ),
+  };
 }
 
 function Notes({ adapter, root, onClose, onChanged }) {
@@ -257,6 +317,7 @@ function Notes({ adapter, root, onClose, onChanged }) {
       <label><span>Tags, a line of NAME=VALUE each</span><textarea class="mono" value=${tags} onInput=${(event) => setTags(event.currentTarget.value)}></textarea></label>
       ${error && html`<${Failure} error=${error} />`}
       <div class="actions end"><button type="button" onClick=${onClose}>Cancel</button><button type="submit" class="primary" disabled=${isRunning}>Save</button></div>
+      <${CopyAs} recipe=${() => notesRecipe(adapter, notes, tagsOf(tags), root)} />
     </form>
   <//>`;
 }

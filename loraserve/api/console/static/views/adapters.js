@@ -1,10 +1,11 @@
 // The tenant's adapters, and the way to upload one.
-import { all } from "../lib/api.js";
+import { all, path } from "../lib/api.js";
 import { checkOf } from "../lib/certificate.js";
 import { bytes, day, number } from "../lib/format.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { Chip, Empty, Failure, Heading, Loading, useLoaded } from "../lib/ui.js";
 import { tagsOf } from "../lib/tags.js";
+import { CopyAs, call, command, curl, python, word } from "../lib/recipe.js";
 import { dropped, publish, sorted } from "../lib/upload.js";
 
 const SHOWN = 200;
@@ -72,6 +73,33 @@ function nameOf(folder) {
   return folder.replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 128);
 }
 
+// An upload elsewhere: `folder` stands for where the files are.
+function uploadRecipe(name, files, { notes, tags, isPromoting, isDryRun, folder }) {
+  const root = `/api/v1/adapters/${path(name)}/versions`;
+  const placed = (file) => `${folder}/${file.name}`;
+  // several files of weights are sent one after the other, as one
+  const isSplit = files.weights.length > 1;
+  const joined = isSplit ? `${["cat", ...files.weights.map(placed)].map(word).join(" ")} > adapter.weights\n` : "";
+  const form = { ...(files.config && { config: placed(files.config) }), weights: isSplit ? "adapter.weights" : placed(files.weights[0]) };
+  if (files.index) form.index = placed(files.index);
+  for (const [field, file] of files.extras) form[field] = placed(file);
+  const facts = { ...(notes && { notes }), ...(Object.keys(tags).length && { tags }) };
+  const described = Object.keys(facts).length && !isDryRun
+    ? `\n# the answer names the version\n${curl("PATCH", `${root}/VERSION`, { json: facts })}`
+    : "";
+  return {
+    curl: joined + curl("POST", `${root}?promote=${isPromoting}&dry_run=${isDryRun}`, { form }) + described,
+    python: python(call("client.adapters.push", [folder], {
+      name, ...facts, promote: isPromoting ? undefined : false, dry_run: isDryRun || undefined,
+    })),
+    cli: command(
+      "adapter", "push", folder, "--name", name, notes !== "" && ["--notes", notes],
+      Object.entries(tags).flatMap(([tag, value]) => ["--tag", `${tag}=${value}`]),
+      !isPromoting && "--no-promote", isDryRun && "--dry-run",
+    ),
+  };
+}
+
 const STAGES = {
   reading: "Reading and hashing the weights",
   sending: "Sending the weights",
@@ -81,6 +109,7 @@ const STAGES = {
 
 export function Upload({ name: fixedName, onPublished }) {
   const [files, setFiles] = useState(null);
+  const [folder, setFolder] = useState(null);
   const [name, setName] = useState(fixedName ?? "");
   const [notes, setNotes] = useState("");
   const [tags, setTags] = useState("");
@@ -93,11 +122,12 @@ export function Upload({ name: fixedName, onPublished }) {
   const ending = useRef(null);
   useEffect(() => () => ending.current?.abort(), []);
 
-  const take = async (given, folder) => {
+  const take = async (given, folder = null) => {
     setOutcome(null);
     setError(null);
     try {
       setFiles(await sorted(given));
+      setFolder(folder);
       if (folder) setName((before) => before || nameOf(folder));
     } catch (problem) {
       setFiles(null);
@@ -172,6 +202,9 @@ export function Upload({ name: fixedName, onPublished }) {
         <button type="submit" class="primary" disabled=${progress !== null}>${isDryRun ? "Check" : "Upload"}</button>
         ${progress && html`<button type="button" onClick=${() => ending.current?.abort()}>Stop</button>`}
       </div>
+      <${CopyAs} recipe=${() => uploadRecipe(name || "NAME", files, {
+        notes: notes.trim(), tags: tagsOf(tags), isPromoting, isDryRun, folder: `./${folder ?? "my-peft-dir"}`,
+      })} />
     </form>`}
     <div aria-live="polite">
       ${outcome &&

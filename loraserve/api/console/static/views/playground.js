@@ -2,6 +2,7 @@
 import { api, events } from "../lib/api.js";
 import { number, seconds } from "../lib/format.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { call, command, curl, literal, python } from "../lib/recipe.js";
 import { session } from "../lib/session.js";
 import { Choice, Copy, Empty, Failure, Heading, Loading, useLoaded } from "../lib/ui.js";
 
@@ -334,7 +335,7 @@ function Snippets({ settings, model }) {
     <div class="spread">
       <h2 id="snippets">The same request elsewhere</h2>
       <div class="actions">
-        <${Choice} label="Kind of snippet" value=${kind} onChange=${setKind} options=${[["curl", "curl"], ["python", "Python"], ["openai", "OpenAI"]]} />
+        <${Choice} label="Kind of snippet" value=${kind} onChange=${setKind} options=${[["curl", "curl"], ["python", "Python"], ["openai", "OpenAI"], ["cli", "CLI"]]} />
         <${Copy} text=${text} />
       </div>
     </div>
@@ -342,29 +343,27 @@ function Snippets({ settings, model }) {
   </section>`;
 }
 
-function python(value, indent) {
-  const text = JSON.stringify(value, null, 4).replaceAll("\n", `\n${" ".repeat(indent)}`);
-  return text.replace(/(?<=[:[,]\s*)(true|false|null)(?=\s*[,\]}])/g, (word) => ({ true: "True", false: "False", null: "None" })[word]);
+// The request for each kind of client; of a conversation, its first turn.
+function snippet(kind, body, isChat) {
+  const name = isChat ? "chat.completions" : "completions";
+  const text = isChat ? ".choices[0].message.content" : ".choices[0].text";
+  if (kind === "curl") return curl("POST", isChat ? "/v1/chat/completions" : "/v1/completions", { json: body });
+  if (kind === "cli") return run(body, isChat);
+  if (kind === "python") return python(`answer = ${call(`client.${name}.create`, [], body)}\nprint(answer${text})`);
+  const { structured_outputs: structured, ...known } = body;
+  const fields = { ...known, ...(structured && { extra_body: { structured_outputs: structured } }) };
+  const { tenant } = session.value;
+  const acting = tenant ? `,\n    default_headers=${literal({ "X-Tenant": tenant })}` : "";
+  const client = `client = OpenAI(\n    base_url=${literal(`${location.origin}/v1`)},\n    api_key=os.environ["LORASERVE_API_KEY"]${acting},\n)`;
+  return `import os\n\nfrom openai import OpenAI\n\n${client}\nanswer = ${call(`client.${name}.create`, [], fields)}\nprint(answer${text})`;
 }
 
-function snippet(kind, body, isChat) {
-  const url = location.origin;
-  const path = isChat ? "/v1/chat/completions" : "/v1/completions";
-  const call = isChat ? "chat.completions" : "completions";
-  const tenant = session.value.tenant;
-  if (kind === "curl") {
-    const quoted = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
-    const acting = tenant ? ` \\\n  -H 'X-Tenant: ${tenant}'` : "";
-    return `curl ${url}${path} \\\n  -H "Authorization: Bearer $LORASERVE_API_KEY"${acting} \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
-  }
-  const isOpenAI = kind === "openai";
-  const { structured_outputs: structured, ...known } = body;
-  const fields = isOpenAI ? known : body;
-  const lines = Object.entries(fields).map(([name, value]) => `    ${name}=${python(value, 4)},`);
-  if (isOpenAI && structured) lines.push(`    extra_body=${python({ structured_outputs: structured }, 4)},`);
-  const text = isChat ? ".choices[0].message.content" : ".choices[0].text";
-  const head = isOpenAI
-    ? `from openai import OpenAI\n\nclient = OpenAI(base_url="${url}/v1", api_key=os.environ["LORASERVE_API_KEY"])`
-    : `from loraserve import Client\n\nclient = Client("${url}", api_key=os.environ["LORASERVE_API_KEY"])`;
-  return `import os\n\n${head}\nanswer = client.${call}.create(\n${lines.join("\n")}\n)\nprint(answer${text})`;
+function run({ model, messages, prompt, max_tokens: most, temperature, ...others }, isChat) {
+  const system = messages?.find((one) => one.role === "system")?.content;
+  const asked = isChat ? messages.at(-1).content : prompt;
+  const fields = Object.entries(others).flatMap(([name, value]) => ["--field", `${name}=${JSON.stringify(value)}`]);
+  return command(
+    "run", isChat ? "--chat" : "--raw", "--max-tokens", most, "--temperature", temperature,
+    system !== undefined && ["--system", system], fields, "--", model, asked,
+  );
 }

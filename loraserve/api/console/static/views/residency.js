@@ -4,6 +4,7 @@ import { Certificate } from "../lib/certificate.js";
 import { ago, bytes, number, percent } from "../lib/format.js";
 import { html, useEffect, useState } from "../lib/html.js";
 import { live } from "../lib/live.js";
+import { CopyAs, call, commandFor, curl, python } from "../lib/recipe.js";
 import { useStore } from "../lib/store.js";
 import { Bar, Chip, Dialog, Empty, Failure, Heading, Legend, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
 
@@ -72,6 +73,7 @@ export function Residency({ me, query }) {
   const shown = rows
     .filter((one) => !hidden.includes(kindOf(one)) && `${one.tenant}/${one.name}@${one.version}`.includes(text))
     .sort((one, other) => rank(one) - rank(other) || other.size_bytes - one.size_bytes);
+  const tiles = tilesOf(shown);
   const largest = Math.max(1, ...shown.map((one) => one.size_bytes));
   const chosen = open && rows.find((one) => keyOf(one) === open);
   return html`
@@ -101,14 +103,14 @@ export function Residency({ me, query }) {
           </label>`)}
         </div>
         <ul class="tiles" aria-label="Versions, those nearest to the device first">
-          ${shown.slice(0, SHOWN).map((one) => html`<${Tile} key=${keyOf(one)} one=${one} largest=${largest} onOpen=${() => setOpen(keyOf(one))} />`)}
+          ${tiles.slice(0, SHOWN).map((same) => html`<${Tile} key=${keyOf(same[0])} same=${same} largest=${largest} onOpen=${() => setOpen(keyOf(same[0]))} />`)}
         </ul>
         ${shown.length === 0 && html`<p class="muted">No version is called so in the tiers that are shown.</p>`}
-        ${shown.length > SHOWN && html`<p class="muted">The first ${number(SHOWN)} of ${number(shown.length)}: find others by name.</p>`}
+        ${tiles.length > SHOWN && html`<p class="muted">The first ${number(SHOWN)} of ${number(tiles.length)}: find others by name.</p>`}
         ${!loaded.value?.isWhole && html`<p class="muted">There are more than ${number(rows.length)} versions; the map shows these.</p>`}
       `}
     </section>
-    ${chosen && html`<${VersionPanel} one=${chosen} me=${me} onClose=${() => setOpen(null)} onLoaded=${(row) => {
+    ${chosen && html`<${VersionPanel} key=${open} one=${chosen} same=${sameAs(chosen, rows)} onOther=${setOpen} me=${me} onClose=${() => setOpen(null)} onLoaded=${(row) => {
       setNewest((before) => new Map(before).set(keyOf(row), row));
       void tiers.reload(true);
     }} />`}
@@ -117,6 +119,21 @@ export function Residency({ me, query }) {
 
 function keyOf(one) {
   return `${one.tenant}/${one.name}@${one.version}`;
+}
+
+// Versions of the same bytes in the same place are one tile: they share their weights.
+function tilesOf(rows) {
+  const tiles = new Map();
+  for (const one of rows) {
+    const key = `${one.digest}/${kindOf(one)}`;
+    if (tiles.has(key)) tiles.get(key).push(one);
+    else tiles.set(key, [one]);
+  }
+  return [...tiles.values()];
+}
+
+function sameAs(one, rows) {
+  return rows.filter((row) => row.digest === one.digest && keyOf(row) !== keyOf(one));
 }
 
 function rank(one) {
@@ -140,19 +157,46 @@ function hasOthers(rows, tiers) {
   return Object.values(tiers).some((digests) => digests.some((digest) => !known.has(digest)));
 }
 
-function Tile({ one, largest, onOpen }) {
+const NAMED = 4; // versions of a tile that its label names
+
+function Tile({ same, largest, onOpen }) {
+  const [one] = same;
   const kind = kindOf(one);
   const width = Math.round(24 + 68 * Math.sqrt(one.size_bytes / largest));
   const side = `${width}px`;
   const where = TIERS.find(([name]) => name === kind)?.[1] ?? kind;
-  const words = `${one.name}@${one.version} of ${one.tenant}, ${where}, ${bytes(one.size_bytes)}${one.is_pinned ? ", pinned" : ""}`;
-  return html`<li><button type="button" class=${`tile part-${kind}`} style=${{ width: side, height: side }} aria-label=${words} title=${words} onClick=${onOpen}>
-    ${one.is_pinned && html`<span class="pin"></span>`}
+  const isPinned = same.some((version) => version.is_pinned);
+  const names = same.slice(0, NAMED).map((version) => `${version.name}@${version.version} of ${version.tenant}`).join(", ");
+  const more = same.length > NAMED ? ` and ${same.length - NAMED} more` : "";
+  const words = `${names}${more}, ${where}, ${bytes(one.size_bytes)}${isPinned ? ", pinned" : ""}`;
+  return html`<li><button type="button" class=${`tile part-${kind}${same.length > 1 ? " many" : ""}`} style=${{ width: side, height: side }} aria-label=${words} title=${words} onClick=${onOpen}>
+    ${isPinned && html`<span class="pin"></span>`}
     ${width >= NAMED_WIDTH && html`<span class="name" aria-hidden="true">${one.name}@${one.version}</span>`}
   </button></li>`;
 }
 
-function VersionPanel({ one: known, me, onClose, onLoaded }) {
+const MOST_SAME = 60;
+
+// Other names of the same bytes, each of which opens its own panel.
+function SameBytes({ same, onOther }) {
+  if (!same.length) return null;
+  return html`<details class="folded">
+    <summary>${same.length === 1 ? "Another version has" : `${number(same.length)} other versions have`} the same bytes, and share its weights</summary>
+    <div class="row">${same.slice(0, MOST_SAME).map((one) => html`<button type="button" class="small" key=${keyOf(one)} onClick=${() => onOther(keyOf(one))}>${one.name}@${one.version} of ${one.tenant}</button>`)}
+      ${same.length > MOST_SAME && html`<span class="muted small">and ${number(same.length - MOST_SAME)} more</span>`}</div>
+  </details>`;
+}
+
+function recipeOf(actions, one, root, isAdmin) {
+  const tenant = isAdmin ? one.tenant : null;
+  return {
+    curl: actions.map((action) => curl("POST", `${root}/${action}`, { tenant })).join("\n"),
+    python: python(actions.map((action) => call(`client.adapters.${action}`, [one.name, one.version])).join("\n"), { tenant }),
+    cli: actions.map((action) => commandFor(tenant, "adapter", action, `${one.name}@${one.version}`)).join("\n"),
+  };
+}
+
+function VersionPanel({ one: known, same, onOther, me, onClose, onLoaded }) {
   const root = `/api/v1/adapters/${path(known.name)}/versions/${known.version}`;
   const headers = me.is_admin ? { "X-Tenant": known.tenant } : {};
   const where = useLoaded(async () => {
@@ -191,6 +235,7 @@ function VersionPanel({ one: known, me, onClose, onLoaded }) {
       ${loaded.value?.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}
     </div>
     <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}</dl>
+    <${SameBytes} same=${same} onOther=${onOther} />
     <h3>Certificate</h3>
     ${loaded.error && html`<${Failure} error=${loaded.error} />`}
     ${!loaded.value && !loaded.error && html`<${Loading} what="the certificate" />`}
@@ -201,5 +246,6 @@ function VersionPanel({ one: known, me, onClose, onLoaded }) {
       <button type="button" disabled=${isRunning} onClick=${() => act("warm")}>Warm</button>
       ${me.is_admin && html`<button type="button" disabled=${isRunning} onClick=${() => act(one.is_pinned ? "unpin" : "pin")}>${one.is_pinned ? "Unpin" : "Pin"}</button>`}
     </div>
+    <${CopyAs} recipe=${() => recipeOf(["warm", ...(me.is_admin ? [one.is_pinned ? "unpin" : "pin"] : [])], one, root, me.is_admin)} />
   <//>`;
 }

@@ -2,7 +2,9 @@
 import { all, api, path } from "../lib/api.js";
 import { bytes, day, number, percent } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
-import { Bar, Chip, Confirm, Copy, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
+import { CopyAs, call, command, curl, python } from "../lib/recipe.js";
+import { Bar, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
+import { KEYS_WRITE, Keys } from "./keys.js";
 
 const LIMITS = [
   ["requests_per_minute", "Requests per minute", number],
@@ -34,7 +36,7 @@ function costOf(usage) {
 }
 
 export function Tenants({ me, tenant }) {
-  if (me.is_admin && !tenant) return html`<${EveryTenant} />`;
+  if (me.is_admin && !tenant) return html`<${EveryTenant} me=${me} />`;
   return html`<${OwnTenant} me=${me} name=${tenant ?? me.tenant} />`;
 }
 
@@ -50,9 +52,21 @@ function OwnTenant({ me, name }) {
     ${loaded.value && html`
       <section class="card" aria-labelledby="limits-title"><h2 id="limits-title">Limits</h2><${LimitFacts} limits=${loaded.value.who.limits} weight=${loaded.value.who.weight} /></section>
       <section class="card" aria-labelledby="usage-title"><h2 id="usage-title">Usage of the last day</h2><${UsageTable} rows=${loaded.value.usage} by="adapter" title="Adapter" /></section>
-      ${!me.is_admin && html`<p class="muted small">Keys are made and revoked by an admin. Yours is ${me.key_id}, for ${me.scopes.join(", ")}.</p>`}
     `}
+    <section class="card" aria-labelledby="keys-title"><h2 id="keys-title">Keys</h2>
+      ${me.is_admin || me.scopes.includes(KEYS_WRITE)
+        ? html`<${OwnKeys} me=${me} name=${name} />`
+        : html`<p class="muted">Keys are made, rotated and revoked by an admin, or by a key with the scope <code>${KEYS_WRITE}</code>. Yours is ${me.key_id}, for ${me.scopes.join(", ")}.</p>`}
+    </section>
   `;
+}
+
+// An admin that acts for a tenant sees its keys here too.
+function OwnKeys({ me, name }) {
+  const keys = useLoaded(() => all("/api/v1/keys"), [name]);
+  if (keys.error && !keys.value) return html`<${Failure} error=${keys.error} again=${() => keys.reload()} />`;
+  if (!keys.value) return html`<${Loading} what="keys" />`;
+  return html`<${Keys} keys=${keys.value.items} root="/api/v1/keys" of=${null} me=${me} onChanged=${() => keys.reload(true)} />`;
 }
 
 function LimitFacts({ limits, weight }) {
@@ -72,7 +86,7 @@ function UsageTable({ rows, by, title }) {
   </table></div>`;
 }
 
-function EveryTenant() {
+function EveryTenant({ me }) {
   const loaded = useLoaded(async () => {
     const [tenants, usage] = await Promise.all([all("/api/v1/tenants"), all(usageUrl("tenant"))]);
     return { tenants: tenants.items, usage: new Map(usage.items.map((row) => [row.tenant, row])) };
@@ -116,7 +130,7 @@ function EveryTenant() {
       setOpen(name);
       void loaded.reload(true);
     }} />`}
-    ${open && html`<${TenantDialog} key=${open} tenant=${tenants.find((one) => one.name === open)} name=${open} onClose=${() => setOpen(null)} onChanged=${() => loaded.reload(true)} />`}
+    ${open && html`<${TenantDialog} key=${open} me=${me} tenant=${tenants.find((one) => one.name === open)} name=${open} onClose=${() => setOpen(null)} onChanged=${() => loaded.reload(true)} />`}
   `;
 }
 
@@ -131,11 +145,16 @@ function NewTenant({ onClose, onMade }) {
       <label><span>Name</span><input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" value=${name} autocomplete="off" spellcheck=${false} onInput=${(event) => setName(event.currentTarget.value)} /></label>
       ${error && html`<${Failure} error=${error} />`}
       <div class="actions end"><button type="button" onClick=${onClose}>Cancel</button><button type="submit" class="primary" disabled=${isRunning}>Make it</button></div>
+      <${CopyAs} recipe=${() => ({
+        curl: curl("POST", "/api/v1/tenants", { json: { name: name || "NAME" } }),
+        python: python(call("client.tenants.create", [name || "NAME"])),
+        cli: command("tenant", "create", name || "NAME"),
+      })} />
     </form>
   <//>`;
 }
 
-function TenantDialog({ tenant, name, onClose, onChanged }) {
+function TenantDialog({ me, tenant, name, onClose, onChanged }) {
   const root = `/api/v1/tenants/${path(name)}`;
   const keys = useLoaded(() => all(`${root}/keys`), [name]);
   const usage = useLoaded(() => all(usageUrl("adapter", name)), [name]);
@@ -143,11 +162,20 @@ function TenantDialog({ tenant, name, onClose, onChanged }) {
     ${tenant && html`<${LimitsForm} tenant=${tenant} root=${root} onChanged=${onChanged} />`}
     <h3>Keys</h3>
     ${keys.error && html`<${Failure} error=${keys.error} />`}
-    ${keys.value ? html`<${Keys} keys=${keys.value.items} root=${root} onChanged=${() => keys.reload(true)} />` : !keys.error && html`<${Loading} what="keys" />`}
+    ${keys.value ? html`<${Keys} keys=${keys.value.items} root=${`${root}/keys`} of=${name} me=${me} onChanged=${() => keys.reload(true)} />` : !keys.error && html`<${Loading} what="keys" />`}
     <h3>Usage of the last day</h3>
     ${usage.error && html`<${Failure} error=${usage.error} />`}
     ${usage.value && html`<${UsageTable} rows=${usage.value.items} by="adapter" title="Adapter" />`}
   <//>`;
+}
+
+function limitsRecipe(name, { weight, ...limits }, root) {
+  const flags = Object.entries(limits).flatMap(([limit, value]) => [`--${limit.replaceAll("_", "-")}`, value ?? "none"]);
+  return {
+    curl: curl("PATCH", root, { json: { limits, weight } }),
+    python: python(call("client.tenants.update", [name], { limits, weight })),
+    cli: command("tenant", "set", name, "--weight", weight, flags),
+  };
 }
 
 function LimitsForm({ tenant, root, onChanged }) {
@@ -175,40 +203,6 @@ function LimitsForm({ tenant, root, onChanged }) {
     </div>
     <div aria-live="polite">${isSaved && html`<${Note}>Saved. It holds from now on.<//>`}${error && html`<${Failure} error=${error} />`}</div>
     <div class="actions end"><button type="submit" disabled=${isRunning}>Save the limits</button></div>
+    <${CopyAs} label="The limits as curl, Python or a command" recipe=${() => limitsRecipe(tenant.name, values, root)} />
   </form>`;
-}
-
-function Keys({ keys, root, onChanged }) {
-  const [made, setMade] = useState(null);
-  const [name, setName] = useState("");
-  const [revoking, setRevoking] = useState(null);
-  const [act, { isRunning, error }] = useAction(async () => {
-    setMade(await api.post(`${root}/keys`, { name: name || "console" }));
-    setName("");
-    onChanged();
-  });
-  return html`<div class="stack">
-    ${made && html`<div class="note note-warn" role="status"><p>The key is shown this once:</p><div class="row"><code>${made.key}</code><${Copy} text=${made.key} /></div></div>`}
-    <div class="scroll" tabindex="0" role="region" aria-label="Keys"><table>
-      <thead><tr><th scope="col">Name</th><th scope="col">Begins with</th><th scope="col">Scopes</th><th scope="col">Made</th><th scope="col">State</th></tr></thead>
-      <tbody>${keys.map((key) => html`<tr key=${key.id}>
-        <td>${key.name}</td><td class="mono">${key.prefix}…</td><td class="small">${key.scopes.join(", ")}</td><td class="small figures">${day(key.created_at)}</td>
-        <td>${key.revoked_at ? html`<${Chip}>revoked<//>` : html`<button type="button" class="small" onClick=${() => setRevoking(key)}>Revoke<span class="hidden"> ${key.name}</span></button>`}</td>
-      </tr>`)}</tbody>
-    </table></div>
-    ${keys.length === 0 && html`<p class="muted">No keys yet.</p>`}
-    <form class="row" onSubmit=${(event) => {
-      event.preventDefault();
-      void act();
-    }}>
-      <label><span>Name of a new key</span><input value=${name} maxlength="63" autocomplete="off" placeholder="console" onInput=${(event) => setName(event.currentTarget.value)} /></label>
-      <button type="submit" disabled=${isRunning}>Make a key</button>
-    </form>
-    ${error && html`<${Failure} error=${error} />`}
-    ${revoking && html`<${Confirm} title=${`Revoke ${revoking.name}?`} label="Revoke" isDanger onClose=${() => setRevoking(null)}
-      run=${async () => {
-        await api.delete(`${root}/keys/${path(revoking.id)}`);
-        onChanged();
-      }}><p>Programs that use it stop working at once. It can't be undone.</p><//>`}
-  </div>`;
 }
