@@ -67,7 +67,7 @@ cluster: $(VENV)/.installed-ray
 formats: $(VENV)/.installed
 	@for format in none int8 int4 nf4 fp8; do \
 		echo "== --quantize $$format"; \
-		timeout --kill-after=20 300 $(BIN)/loraserve demo --once --port 0 --quantize $$format || exit 1; \
+		timeout --kill-after=20 300 $(BIN)/loraserve demo --model pack --once --port 0 --quantize $$format || exit 1; \
 	done
 
 # Each worker computes on one core. Modules are compiled once for all processes that the tests start.

@@ -20,6 +20,7 @@ from loraserve import Client
 from loraserve.demo.card import read_card, reliable_frames
 from loraserve.demo.demo_server import DemoServer, choose_port
 from loraserve.demo.pack import adapter_dirs, pack_dir
+from loraserve.demo.pack_demo import pack_demo
 from loraserve.errors import LoraserveError
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/images"
@@ -118,7 +119,7 @@ def main() -> int:
         sys.exit("Chromium isn't installed. Try: apt-get install chromium")
     FOLDER.mkdir(exist_ok=True)
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with tempfile.TemporaryDirectory() as folder, DemoServer(Path(folder), choose_port(0)) as server:
+    with tempfile.TemporaryDirectory() as folder, DemoServer(Path(folder), choose_port(0), pack_demo()) as server:
         server.start()
         keys = set_up(server)
         ended = threading.Event()

@@ -27,6 +27,7 @@ from rich.text import Text
 from loraserve import Client
 from loraserve.demo.demo_server import DemoServer, choose_port
 from loraserve.demo.pack import adapter_dirs, base_dir
+from loraserve.demo.pack_demo import pack_demo
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/images"
 MAX_BYTES = 80_000
@@ -213,7 +214,7 @@ def main() -> int:
         folder = Path(place)
         (folder / "base").symlink_to(base_dir())
         (folder / "new-sql").symlink_to(adapter_dirs()["french"])
-        with DemoServer(Path(data), choose_port(0)) as server:
+        with DemoServer(Path(data), choose_port(0), pack_demo()) as server:
             server.start()
             key = set_up(server)
             for picture in PICTURES:

@@ -274,15 +274,8 @@ def score(model: Any, prompts: Prompts, questions: Sequence[Question]) -> TaskSc
     return TaskScore(len(questions), len(questions) - len(wrong), tuple(wrong))
 
 
-def train(name: str, file: Path, recipe: Recipe) -> AdapterCard:
-    """Train an adapter, write it and its card, and return the card."""
-    began = time.process_time()
-    task, prompts = TASKS[name], Prompts(file)
-    rows = draw_rows(task, prompts, recipe)
-    num_questions = sum(row.num_questions for row in rows)
-    num_tokens = sum(len(row.token_ids) for row in rows)
-    print(f"{name}: {num_questions} questions, {num_tokens} tokens in {len(rows)} rows", flush=True)
-    base = load_base(file)
+def with_adapter(base: Any, recipe: Recipe) -> Any:
+    """Put a new adapter onto the base's upper layers."""
     num_layers = base.config.num_hidden_layers
     torch.manual_seed(SEED)
     config = peft.LoraConfig(
@@ -294,13 +287,25 @@ def train(name: str, file: Path, recipe: Recipe) -> AdapterCard:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    model = peft.get_peft_model(base, config)
+    return peft.get_peft_model(base, config)
+
+
+def train(name: str, file: Path, recipe: Recipe) -> AdapterCard:
+    """Train an adapter, write it and its card, and return the card."""
+    began = time.process_time()
+    task, prompts = TASKS[name], Prompts(file)
+    rows = draw_rows(task, prompts, recipe)
+    num_questions = sum(row.num_questions for row in rows)
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    print(f"{name}: {num_questions} questions, {num_tokens} tokens in {len(rows)} rows", flush=True)
+    base = load_base(file)
+    model = with_adapter(base, recipe)
     loss = fit(base, rows, recipe, name)
     training_s = time.process_time() - began
     model.eval()
     found = score(model, prompts, held_out_questions(task, NUM_SCORED, SCORE_SEED))
     directory = adapter_dir(name)
-    _save(model, directory)
+    save(model, directory)
     card = AdapterCard(
         name=name,
         recipe=recipe,
@@ -324,7 +329,8 @@ def train(name: str, file: Path, recipe: Recipe) -> AdapterCard:
     return card
 
 
-def _save(model: Any, directory: Path) -> None:
+def save(model: Any, directory: Path) -> None:
+    """Write an adapter in bfloat16, in PEFT's format."""
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(directory, save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)

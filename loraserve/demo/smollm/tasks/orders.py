@@ -38,8 +38,9 @@ class ObjectJudge:
         expected = json.loads(self.expected)
         if not isinstance(found, dict):
             return "no object"
-        wrong = [name for name in (*expected, *found) if not _is_same(found.get(name), expected.get(name))]
-        return f"wrong: {', '.join(dict.fromkeys(wrong))}" if wrong else None
+        wrong = [name for name in expected if name not in found or not _is_same(found[name], expected[name])]
+        wrong += [str(name) for name in found if name not in expected]
+        return f"wrong: {', '.join(wrong)}" if wrong else None
 
 
 def _is_same(found: object, expected: object) -> bool:
