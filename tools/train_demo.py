@@ -339,6 +339,8 @@ def save(model: Any, directory: Path) -> None:
     fields = json.loads(path.read_text(encoding="utf-8"))
     fields |= {"base_model_name_or_path": BASE_NAME, "target_modules": list(MODULES)}
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    # a request that sets no temperature gets the likeliest answer
+    (directory / "generation_config.json").write_text('{"do_sample": false}\n', encoding="utf-8")
     for file in directory.iterdir():
         file.chmod(0o644)
 

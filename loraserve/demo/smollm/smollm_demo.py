@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct with its adapters, as the demo serves it. Imports no torch.
 
-adapters/<name>/    adapter_config.json, adapter_model.safetensors, card.json
+adapters/<name>/    adapter_config.json, adapter_model.safetensors, generation_config.json,
+                    card.json
 CARD.md             how they were made, and how often they are right
 """
 
@@ -21,7 +22,7 @@ from loraserve.errors import ConfigError
 BASE_ID = "SmolLM2-135M-Instruct"
 BASE_NAME = f"HuggingFaceTB/{BASE_ID}"
 """Name of the base in the adapters' configs."""
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", CARD_FILE)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json", CARD_FILE)
 SCORE_SEED = 2
 NUM_CHECKED = 8
 _NUM_SHOWN = 4
@@ -97,7 +98,7 @@ def smollm_demo(tell: Callable[[str], object]) -> DemoModel:
             f"run sql {shlex.quote(_SQL_EXAMPLE)}",
             "run json 'Anna from Paris ordered 3 lamps at 20 euros each.'",
             "run pirate 'Hello my friend, where is your house?'",
-            f"run {BASE_ID} 'What is the capital of France?'",
+            f"run --temperature 0 {BASE_ID} 'What is the capital of France?'",
         ),
         example=("sql", _SQL_EXAMPLE),
         session="sql",

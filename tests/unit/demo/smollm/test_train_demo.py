@@ -17,7 +17,8 @@ import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loraserve.demo.smollm.adapter_card import Recipe
+from loraserve.demo.smollm.adapter_card import CARD_FILE, Recipe
+from loraserve.demo.smollm.smollm_demo import ADAPTER_FILES
 
 TOOL = Path(__file__).resolve().parents[4] / "tools" / "train_demo.py"
 QUESTIONS = [([1, 2, 3, 4], [5, 6, 0]), ([1, 2, 3, 7], [5, 0]), ([1, 2, 9], [8, 8, 8, 0]), ([4, 2], [0])]
@@ -84,7 +85,7 @@ def test_training_changes_upper_layers_alone(trainer: ModuleType, tmp_path: Path
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert config["layers_to_transform"] == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {*ADAPTER_FILES} - {CARD_FILE}
     # as anybody would load it
     loaded = peft.PeftModel.from_pretrained(make_llama(), str(tmp_path)).eval()
     with torch.inference_mode():
