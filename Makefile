@@ -39,7 +39,8 @@ LOCKED := -c constraints.txt -c lock.txt
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e .
+	@echo "Installing loraserve into $(VENV), once: 64 packages, of which torch for CPUs is the largest: 320 MB to download, 1.1 GB there …"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e .
 	@touch $@
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[dev]"

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -195,6 +196,32 @@ def test_swapped_adapters_fail_checks(served: tuple[Access, DemoModel]) -> None:
     access, model = served
     swapped = {"sql": model.questions["json"][:2], "json": model.questions["sql"][:2]}
     assert [check.num_right for check in check_answers(access, swapped, model.max_tokens)] == [0, 0]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_tutorial_is_true(served: tuple[Access, DemoModel]) -> None:
+    access, _ = served
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    said: dict[str, list[str]] = {}
+    for line in (line for line in text.splitlines() if line.startswith("$ loraserve ")):
+        command = shlex.split(line.removeprefix("$ loraserve "), comments=True)
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "loraserve.cli.main", *command],
+            env=os.environ | {"LORASERVE_URL": access.url, "LORASERVE_API_KEY": access.api_key},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        said.setdefault(" ".join(command), []).append(done.stdout.strip())
+        if line.startswith(("$ loraserve run sql", "$ loraserve run json")):
+            assert f"{line}\n{done.stdout}" in text
+    first, again = said["run voice Where is the red car?"]
+    assert first == "Où est la voiture rouge ?"
+    assert again == "Arr! Where be the red car?"
+    assert said["run voice@2 Where is the red car?"] == [first]
 
 
 @pytest.mark.real
