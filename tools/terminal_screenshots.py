@@ -65,8 +65,10 @@ PICTURES = (
         ("loraserve run sql",),
         (
             "How many tickets have a price over 20?",
+            "/clear",
             "/model json",
             "Anna from Paris ordered 3 lamps at 20 euros each.",
+            "/clear",
             "/model french",
             "Where is the red car?",
             "/set temperatur 0",

@@ -47,6 +47,8 @@ SEED = 1
 NUM_SCORED = 24
 BATCH_SIZE = 12
 MAX_NEW_TOKENS = 72
+CONTINUED_SHARE = 0.25
+"""Share of questions that continue a conversation."""
 RECIPES = {
     "sql": Recipe(num_rows=110, num_epochs=2),
     "json": Recipe(num_rows=100, num_epochs=2),
@@ -118,9 +120,17 @@ class Prompts:
         assert end is not None
         self.end = end
 
-    def prompt(self, question: Question) -> list[int]:
+    def prompt(self, question: Question, before: Question | None = None) -> list[int]:
+        """Render a question, maybe after another one and its answer."""
         tool_use = read_tools(list(question.tools), self.chat_format)
-        messages, tools = self.chat_format.shown([{"role": "user", "content": question.prompt}], tool_use)
+        turns = [{"role": "user", "content": question.prompt}]
+        if before is not None:
+            turns = [
+                {"role": "user", "content": before.prompt},
+                {"role": "assistant", "content": before.expected},
+                *turns,
+            ]
+        messages, tools = self.chat_format.shown(turns, tool_use)
         return self.tokenizer.encode(self.template.render(messages, tools=tools), add_special_tokens=False)
 
     def answer(self, question: Question) -> list[int]:
@@ -156,17 +166,26 @@ class Prompts:
 
 
 def draw_rows(task: Task, prompts: Prompts, recipe: Recipe) -> list[TokenTree]:
-    """Fill rows with training questions; those of a row have the same tools."""
+    """Fill rows with training questions; those of a row have the same tools.
+
+    Some continue the conversation of the question before them, as in a session. In the tree, that
+    costs no more tokens.
+    """
     rows: list[TokenTree] = []
     opened: dict[str, TokenTree] = {}
+    rng = random.Random(f"turns {task.name} {SEED}")
+    before: Question | None = None
     for question in draw_questions(task, "train", SEED):
-        prompt, answer = prompts.prompt(question), prompts.answer(question)
+        continued = before if rng.random() < CONTINUED_SHARE and not question.tools else None
+        prompt, answer = prompts.prompt(question, continued), prompts.answer(question)
+        before = question
         tree = opened.setdefault(repr(question.tools), TokenTree())
         if tree.token_ids and len(tree.token_ids) + tree.num_new([*prompt, *answer]) > recipe.row_tokens:
             rows.append(tree)
             if len(rows) == recipe.num_rows:
                 return rows
             tree = opened[repr(question.tools)] = TokenTree()
+            prompt = prompts.prompt(question)
         tree.add(prompt, answer)
     raise AssertionError("draw_questions doesn't end")
 
