@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from loraserve.api.inference.chat.tools import read_tools
 from loraserve.demo.demo_model import DemoAnswer, Question, ToolRequest
-from loraserve.demo.smollm.adapter_card import AdapterCard, Recipe, TaskScore, write_adapter_card
+from loraserve.demo.smollm.adapter_card import AdapterCard, AdapterRecipe, TaskScore, write_adapter_card
 from loraserve.demo.smollm.base_file import find_base_file
 from loraserve.demo.smollm.smollm_demo import BASE_NAME, SCORE_SEED, adapter_dir
 from loraserve.demo.smollm.tasks.calls import reference
@@ -50,12 +50,12 @@ MAX_NEW_TOKENS = 72
 CONTINUED_SHARE = 0.25
 """Share of questions that continue a conversation."""
 RECIPES = {
-    "sql": Recipe(num_rows=110, num_epochs=2),
-    "json": Recipe(num_rows=100, num_epochs=2),
-    "french": Recipe(num_rows=100, num_epochs=3),
-    "pirate": Recipe(num_rows=90, num_epochs=2),
-    "subject": Recipe(num_rows=110, num_epochs=2),
-    "tools": Recipe(num_rows=60, num_epochs=2, row_tokens=704),
+    "sql": AdapterRecipe(num_rows=80, num_epochs=2),
+    "json": AdapterRecipe(num_rows=70, num_epochs=2),
+    "french": AdapterRecipe(num_rows=70, num_epochs=3),
+    "pirate": AdapterRecipe(num_rows=50, num_epochs=2),
+    "subject": AdapterRecipe(num_rows=80, num_epochs=2),
+    "tools": AdapterRecipe(num_rows=40, num_epochs=2, row_tokens=704),
 }
 
 
@@ -165,7 +165,7 @@ class Prompts:
         return DemoAnswer(content, tuple(map(ToolRequest, names, arguments)))
 
 
-def draw_rows(task: Task, prompts: Prompts, recipe: Recipe) -> list[TokenTree]:
+def draw_rows(task: Task, prompts: Prompts, recipe: AdapterRecipe) -> list[TokenTree]:
     """Fill rows with training questions; those of a row have the same tools.
 
     Some continue the conversation of the question before them, as in a session. In the tree, that
@@ -221,7 +221,7 @@ class RowRunner:
         return hidden
 
 
-def fit(model: Any, rows: Sequence[TokenTree], recipe: Recipe, name: str) -> float:
+def fit(model: Any, rows: Sequence[TokenTree], recipe: AdapterRecipe, name: str) -> float:
     """Train the model's adapter on the rows; return the last steps' mean loss."""
     num_layers = model.config.num_hidden_layers
     first = num_layers - recipe.num_layers
@@ -293,7 +293,7 @@ def score(model: Any, prompts: Prompts, questions: Sequence[Question]) -> TaskSc
     return TaskScore(len(questions), len(questions) - len(wrong), tuple(wrong))
 
 
-def with_adapter(base: Any, recipe: Recipe) -> Any:
+def with_adapter(base: Any, recipe: AdapterRecipe) -> Any:
     """Put a new adapter onto the base's upper layers."""
     num_layers = base.config.num_hidden_layers
     torch.manual_seed(SEED)
@@ -309,7 +309,7 @@ def with_adapter(base: Any, recipe: Recipe) -> Any:
     return peft.get_peft_model(base, config)
 
 
-def train(name: str, file: Path, recipe: Recipe) -> AdapterCard:
+def train(name: str, file: Path, recipe: AdapterRecipe) -> AdapterCard:
     """Train an adapter, write it and its card, and return the card."""
     began = time.process_time()
     task, prompts = TASKS[name], Prompts(file)

@@ -16,7 +16,7 @@ MIN_RIGHT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class AdapterRecipe:
     """Length and rate of training.
 
     Attributes:
@@ -71,7 +71,7 @@ class AdapterCard:
     """
 
     name: str
-    recipe: Recipe
+    recipe: AdapterRecipe
     seed: int
     num_questions: int
     num_tokens: int
@@ -104,7 +104,7 @@ def read_adapter_card(directory: Path) -> AdapterCard:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         scores = {name: _score(value[name]) for name in ("transformers", "served", "served_float", "base")}
-        return AdapterCard(**value | scores | {"recipe": Recipe(**value["recipe"])})
+        return AdapterCard(**value | scores | {"recipe": AdapterRecipe(**value["recipe"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the card of a demo's adapter: {error}") from error
 

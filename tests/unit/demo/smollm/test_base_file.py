@@ -86,7 +86,7 @@ def test_download_takes_pinned_wheel_without_dependencies(cache: Path, monkeypat
     ],
     ids=["no index", "no pip", "no file", "no archive", "wrong bytes"],
 )
-def test_failed_download_names_pack_and_leaves_nothing(
+def test_failed_download_names_pack_and_cleans_up(
     cache: Path, monkeypatch: pytest.MonkeyPatch, pip: Pip, words: str
 ) -> None:
     install(monkeypatch, pip)
@@ -96,7 +96,7 @@ def test_failed_download_names_pack_and_leaves_nothing(
     assert list(cache.iterdir()) == []
 
 
-def test_interrupted_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_download_cleans_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

@@ -178,7 +178,7 @@ def served() -> Iterator[tuple[Access, DemoModel]]:
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_served_scores_are_those_of_cards(served: tuple[Access, DemoModel]) -> None:
+def test_served_scores_equal_scores_of_cards(served: tuple[Access, DemoModel]) -> None:
     """Questions of another seed than the cards'."""
     access, model = served
     asked = {name: held_out_questions(task, NUM_ASKED, SEED) for name, task in TASKS.items()}

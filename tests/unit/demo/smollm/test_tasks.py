@@ -146,7 +146,7 @@ def test_order_matters_for_highest_rows() -> None:
         "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT COUNT(*) FROM n",
     ],
 )
-def test_query_can_only_read_its_table(query: str) -> None:
+def test_query_can_only_read_table(query: str) -> None:
     judge = sql("SELECT COUNT(*)").judge
     assert isinstance(judge, QueryJudge)
     assert judge(DemoAnswer(query.format(table=judge.table.name)))

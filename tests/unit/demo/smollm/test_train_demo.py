@@ -17,7 +17,7 @@ import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loraserve.demo.smollm.adapter_card import CARD_FILE, Recipe
+from loraserve.demo.smollm.adapter_card import CARD_FILE, AdapterRecipe
 from loraserve.demo.smollm.smollm_demo import ADAPTER_FILES
 
 TOOL = Path(__file__).resolve().parents[4] / "tools" / "train_demo.py"
@@ -77,7 +77,7 @@ def test_tree_computes_logits_of_questions_alone(trainer: ModuleType) -> None:
 def test_training_changes_upper_layers_alone(trainer: ModuleType, tmp_path: Path) -> None:
     base = make_llama()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    recipe = Recipe(num_rows=2, num_epochs=30, num_layers=2, rank=4, learning_rate=1e-2)
+    recipe = AdapterRecipe(num_rows=2, num_epochs=30, num_layers=2, rank=4, learning_rate=1e-2)
     model = trainer.with_adapter(base, recipe)
     last = trainer.fit(base, [make_row(trainer), make_row(trainer)], recipe, "test")
     assert last < 0.2
