@@ -63,13 +63,13 @@ def _tool(name: str, description: str, **properties: str) -> Mapping[str, Any]:
 
 
 def _weather(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    city, day = CITIES.draw(rng, part), rng.choice(WEEKDAYS)
+    city, day = CITIES.draw_open(rng, part), rng.choice(WEEKDAYS)
     ask = rng.choice(("What will the weather be in {} on {}?", "Will it rain in {} on {}?"))
     return ask.format(city, day), {"city": city, "day": day}
 
 
 def _timer(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    minutes, label = rng.randint(2, 90), DISHES.draw(rng, part)
+    minutes, label = rng.randint(2, 90), DISHES.draw_open(rng, part)
     ask = rng.choice(("Set a timer for {} minutes for the {}.", "Wake me in {} minutes, the {} must be done then."))
     return ask.format(minutes, label), {"minutes": minutes, "label": label}
 
@@ -81,7 +81,7 @@ def _convert(rng: random.Random, part: Part) -> tuple[str, Arguments]:
 
 
 def _message(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    to, goods = PEOPLE.draw(rng, part), GOODS.draw(rng, part)
+    to, goods = PEOPLE.draw_open(rng, part), GOODS.draw_open(rng, part)
     text = rng.choice(("the {} have arrived", "we need more {}", "I bought the {}", "the {} are sold out")).format(
         goods
     )
@@ -89,14 +89,14 @@ def _message(rng: random.Random, part: Part) -> tuple[str, Arguments]:
 
 
 def _route(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    source, target = rng.sample(CITIES.of(part), 2)
+    source, target = CITIES.draw_open(rng, part), CITIES.draw_open(rng, part)
     by = rng.choice(("train", "car", "plane"))
     ask = rng.choice(("How do I get from {} to {} by {}?", "Find a way from {} to {} by {}."))
     return ask.format(source, target, by), {"from": source, "to": target, "by": by}
 
 
 def _music(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    style, minutes = MOODS.draw(rng, part), rng.randint(5, 120)
+    style, minutes = MOODS.draw_open(rng, part), rng.randint(5, 120)
     ask = rng.choice(("Play {} for {} minutes.", "I want to hear {} for {} minutes."))
     return ask.format(style, minutes), {"style": style, "minutes": minutes}
 

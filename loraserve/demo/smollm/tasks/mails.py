@@ -105,14 +105,17 @@ class Subjects(Task):
     def draw(self, rng: random.Random, part: Part) -> Question:
         subject = rng.choice(tuple(_KINDS))
         sentence = rng.choice(_KINDS[subject])
-        name, sender, to = rng.sample(PEOPLE.of(part), 3)
+        to, sender = rng.sample(PEOPLE.of(part), 2)
+        name = PEOPLE.draw_open(rng, part)
+        while name in (to, sender):
+            name = PEOPLE.draw_open(rng, part)
         day, new = rng.sample(WEEKDAYS, 2)
-        topic, system = TOPICS.draw(rng, part), SYSTEMS.draw(rng, part)
+        topic, system = TOPICS.draw_open(rng, part), SYSTEMS.draw_open(rng, part)
         hour = rng.randint(7, 17)
         values = {
             "name": name, "day": day, "new": new, "topic": topic, "Topic": topic.capitalize(), "system": system,
             "System": system[0].upper() + system[1:], "hour": f"{hour}:{rng.choice(('00', '15', '30', '45'))}",
-            "end": f"{hour + rng.randint(1, 4)}:{rng.choice(('00', '30'))}", "goods": GOODS.draw(rng, part),
+            "end": f"{hour + rng.randint(1, 4)}:{rng.choice(('00', '30'))}", "goods": GOODS.draw_open(rng, part),
             "code": f"{rng.choice('ABCDEFGHKM')}{rng.randint(100, 999)}", "amount": str(rng.randint(12, 480)),
         }  # fmt: skip
         middle = [rng.choice(_OPENINGS), sentence.format(**values)]

@@ -59,9 +59,9 @@ class Orders(Task):
 
     def draw(self, rng: random.Random, part: Part) -> Question:
         order: dict[str, str | int] = {
-            "customer": PEOPLE.draw(rng, part),
-            "city": CITIES.draw(rng, part),
-            "item": GOODS.draw(rng, part),
+            "customer": PEOPLE.draw_open(rng, part),
+            "city": CITIES.draw_open(rng, part),
+            "item": GOODS.draw_open(rng, part),
             "quantity": rng.randint(2, 12) if rng.random() < 0.5 else rng.randint(13, 99),
             "price": rng.randint(3, 250),
         }

@@ -88,12 +88,12 @@ class Pirate(Task):
         return (*PEOPLE.held_out, *CITIES.held_out, *GOODS.held_out)
 
     def draw(self, rng: random.Random, part: Part) -> Question:
-        name, other = rng.sample(PEOPLE.of(part), 2)
+        name, other = PEOPLE.draw_open(rng, part), PEOPLE.draw_open(rng, part)
         sentence = rng.choice(_SENTENCES).format(
             name=name,
             other=other,
-            city=CITIES.draw(rng, part),
-            goods=GOODS.draw(rng, part),
+            city=CITIES.draw_open(rng, part),
+            goods=GOODS.draw_open(rng, part),
             number=rng.choice(NUMBER_WORDS),
             day=rng.choice(WEEKDAYS),
         )

@@ -6,9 +6,12 @@ Training draws from one part, scores and tours from the other. Imports no torch.
 from __future__ import annotations
 
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import ClassVar, Literal
 
 from loraserve.demo.demo_model import Question
@@ -18,6 +21,7 @@ Part = Literal["train", "held_out"]
 MAX_QUESTIONS = 2_000
 _HELD_OUT_SHARE = 4
 """One word in this many is held out."""
+_LISTED_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,25 @@ class Words:
 
     def draw(self, rng: random.Random, part: Part) -> str:
         return rng.choice(self.of(part))
+
+    def draw_open(self, rng: random.Random, part: Part) -> str:
+        """Draw a word; in training, most often an arbitrary one in the place of a listed one.
+
+        A model that sees the same forty names again and again learns these, and not to copy a name.
+        """
+        listed = self.draw(rng, part)
+        if part == "held_out" or rng.random() < _LISTED_SHARE:
+            return listed
+        word = rng.choice(_arbitrary_words())
+        word = f"{word}s" if listed.endswith("s") and not word.endswith("s") else word
+        return word.capitalize() if listed[0].isupper() else word
+
+
+@cache
+def _arbitrary_words() -> tuple[str, ...]:
+    """List some thousand English words, those of the project's text for calibrations."""
+    text = files("loraserve.text").joinpath("calibration.txt").read_text(encoding="utf-8")
+    return tuple(sorted(set(re.findall(r"(?<![\w'’-])[a-z]{4,9}(?![\w'’-])", text))))
 
 
 class Task(ABC):
@@ -67,13 +90,18 @@ class Task(ABC):
 
 
 def draw_questions(task: Task, part: Part, seed: int) -> Iterator[Question]:
-    """Draw different questions without end, the same ones for the same seed."""
+    """Draw different questions without end, the same ones for the same seed.
+
+    Those of the training have no word that is held out, not even by chance.
+    """
     rng = random.Random(f"{task.name} {part} {seed}")
+    held_out = "|".join(map(re.escape, task.held_out_words())) if part == "train" else ""
+    leaks = re.compile(rf"\b({held_out})\b", re.IGNORECASE) if held_out else None
     seen: set[str] = set()
     while True:
         question = task.draw(rng, part)
         key = question.prompt + repr(question.tools)
-        if key not in seen:
+        if key not in seen and (leaks is None or leaks.search(question.prompt) is None):
             seen.add(key)
             yield question
 
