@@ -53,8 +53,8 @@ RECIPES = {
     "sql": AdapterRecipe(num_rows=80, num_epochs=2),
     "json": AdapterRecipe(num_rows=90, num_epochs=1),
     "french": AdapterRecipe(num_rows=70, num_epochs=3),
-    "pirate": AdapterRecipe(num_rows=40, num_epochs=1),
-    "subject": AdapterRecipe(num_rows=90, num_epochs=1),
+    "pirate": AdapterRecipe(num_rows=30, num_epochs=1),
+    "subject": AdapterRecipe(num_rows=60, num_epochs=1),
     "tools": AdapterRecipe(num_rows=34, num_epochs=1, row_tokens=704),
 }
 
