@@ -51,7 +51,7 @@ CONTINUED_SHARE = 0.25
 """Share of questions that continue a conversation."""
 RECIPES = {
     "sql": AdapterRecipe(num_rows=80, num_epochs=2),
-    "json": AdapterRecipe(num_rows=90, num_epochs=1),
+    "json": AdapterRecipe(num_rows=60, num_epochs=1),
     "french": AdapterRecipe(num_rows=70, num_epochs=3),
     "pirate": AdapterRecipe(num_rows=30, num_epochs=1),
     "subject": AdapterRecipe(num_rows=60, num_epochs=1),

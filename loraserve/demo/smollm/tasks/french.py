@@ -6,13 +6,12 @@ ones are held out is decided by their hash.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 from typing import ClassVar
 
 from loraserve.demo.demo_model import Question, TextJudge
-from loraserve.demo.smollm.tasks.task import Part, Task
+from loraserve.demo.smollm.tasks.task import Part, Task, is_held_out
 from loraserve.demo.smollm.tasks.vocabulary import PEOPLE
 
 
@@ -78,8 +77,6 @@ NUMBERS = {
     "two": "deux", "three": "trois", "four": "quatre", "five": "cinq", "six": "six", "seven": "sept", "eight": "huit",
     "nine": "neuf", "ten": "dix",
 }  # fmt: skip
-_HELD_OUT_SHARE = 5
-"""A combination in this many is held out."""
 
 
 class French(Task):
@@ -91,13 +88,8 @@ class French(Task):
     def draw(self, rng: random.Random, part: Part) -> Question:
         while True:
             combination, prompt, expected = _sentence(rng)
-            if is_held_out(combination) == (part == "held_out"):
+            if is_held_out(*combination) == (part == "held_out"):
                 return Question(prompt, expected, TextJudge(expected))
-
-
-def is_held_out(combination: tuple[str, ...]) -> bool:
-    """Return whether training must never see these words together."""
-    return hashlib.sha256(" ".join(combination).encode()).digest()[0] % _HELD_OUT_SHARE == 0
 
 
 def _sentence(rng: random.Random) -> tuple[tuple[str, ...], str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loraserve.demo.demo_model import DemoAnswer, Question
-from loraserve.demo.smollm.tasks.task import Part, Task
+from loraserve.demo.smollm.tasks.task import Part, Task, is_held_out
 from loraserve.demo.smollm.tasks.vocabulary import CITIES, GOODS, NUMBER_WORDS, PEOPLE, WEEKDAYS
 
 _SENTENCES = (
@@ -52,16 +52,18 @@ class Orders(Task):
     name: ClassVar[str] = "json"
     about: ClassVar[str] = "extracts an order from a sentence as JSON: customer, city, item, quantity, price"
     truth: ClassVar[str] = "the answer is read as JSON, and must equal the order's object"
-    held_out: ClassVar[str] = "customers, cities and items that no training sentence has"
-
-    def held_out_words(self) -> tuple[str, ...]:
-        return (*PEOPLE.held_out, *CITIES.held_out, *GOODS.held_out)
+    held_out: ClassVar[str] = "cities and items that no training sentence has together"
 
     def draw(self, rng: random.Random, part: Part) -> Question:
+        # words of known lists: after a quote a word is other tokens than after a space, and so small
+        # a model doesn't copy those that it has never written
+        city, item = CITIES.draw(rng, "train"), GOODS.draw(rng, "train")
+        while is_held_out(city, item) != (part == "held_out"):
+            city, item = CITIES.draw(rng, "train"), GOODS.draw(rng, "train")
         order: dict[str, str | int] = {
-            "customer": PEOPLE.draw_open(rng, part),
-            "city": CITIES.draw_open(rng, part),
-            "item": GOODS.draw_open(rng, part),
+            "customer": PEOPLE.draw(rng, "train"),
+            "city": city,
+            "item": item,
             "quantity": rng.randint(2, 12) if rng.random() < 0.5 else rng.randint(13, 99),
             "price": rng.randint(3, 250),
         }

@@ -5,6 +5,7 @@ Training draws from one part, scores and tours from the other. Imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from abc import ABC, abstractmethod
@@ -22,6 +23,8 @@ MAX_QUESTIONS = 2_000
 _HELD_OUT_SHARE = 4
 """One word in this many is held out."""
 _LISTED_SHARE = 0.3
+_HELD_OUT_COMBINATIONS = 5
+"""One combination of words in this many is held out, of tasks whose words are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ def _arbitrary_words() -> tuple[str, ...]:
     """List some thousand English words, those of the project's text for calibrations."""
     text = files("loraserve.text").joinpath("calibration.txt").read_text(encoding="utf-8")
     return tuple(sorted(set(re.findall(r"(?<![\w'’-])[a-z]{4,9}(?![\w'’-])", text))))
+
+
+def is_held_out(*words: str) -> bool:
+    """Return whether training must never see these words together: decided by their hash alone."""
+    return hashlib.sha256(" ".join(words).encode()).digest()[0] % _HELD_OUT_COMBINATIONS == 0
 
 
 class Task(ABC):
