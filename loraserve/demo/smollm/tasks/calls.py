@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from loraserve.demo.demo_model import DemoAnswer, Question
 from loraserve.demo.smollm.tasks.orders import ObjectJudge
-from loraserve.demo.smollm.tasks.task import Part, Task, Words
+from loraserve.demo.smollm.tasks.task import Part, Task, Words, is_held_out
 from loraserve.demo.smollm.tasks.vocabulary import CITIES, GOODS, PEOPLE, WEEKDAYS
 
 DISHES = Words.split(
@@ -32,7 +32,7 @@ _THANKS = {
     "See you tomorrow.": "Goodbye!",
 }
 Arguments = dict[str, str | int]
-Draw = Callable[[random.Random, Part], tuple[str, Arguments]]
+Draw = Callable[[random.Random], tuple[str, Arguments]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,41 +62,41 @@ def _tool(name: str, description: str, **properties: str) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _weather(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    city, day = CITIES.draw_open(rng, part), rng.choice(WEEKDAYS)
+def _weather(rng: random.Random) -> tuple[str, Arguments]:
+    city, day = CITIES.draw(rng, "train"), rng.choice(WEEKDAYS)
     ask = rng.choice(("What will the weather be in {} on {}?", "Will it rain in {} on {}?"))
     return ask.format(city, day), {"city": city, "day": day}
 
 
-def _timer(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    minutes, label = rng.randint(2, 90), DISHES.draw_open(rng, part)
+def _timer(rng: random.Random) -> tuple[str, Arguments]:
+    minutes, label = rng.randint(2, 90), DISHES.draw(rng, "train")
     ask = rng.choice(("Set a timer for {} minutes for the {}.", "Wake me in {} minutes, the {} must be done then."))
     return ask.format(minutes, label), {"minutes": minutes, "label": label}
 
 
-def _convert(rng: random.Random, part: Part) -> tuple[str, Arguments]:
+def _convert(rng: random.Random) -> tuple[str, Arguments]:
     amount, (source, target) = rng.randint(5, 900), rng.sample(_CURRENCIES, 2)
     ask = rng.choice(("How much is {} {} in {}?", "Convert {} {} to {}."))
     return ask.format(amount, source, target), {"amount": amount, "from": source, "to": target}
 
 
-def _message(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    to, goods = PEOPLE.draw_open(rng, part), GOODS.draw_open(rng, part)
+def _message(rng: random.Random) -> tuple[str, Arguments]:
+    to, goods = PEOPLE.draw(rng, "train"), GOODS.draw(rng, "train")
     text = rng.choice(("the {} have arrived", "we need more {}", "I bought the {}", "the {} are sold out")).format(
         goods
     )
     return rng.choice(("Tell {} that {}.", "Write to {} that {}.")).format(to, text), {"to": to, "text": text}
 
 
-def _route(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    source, target = CITIES.draw_open(rng, part), CITIES.draw_open(rng, part)
+def _route(rng: random.Random) -> tuple[str, Arguments]:
+    source, target = rng.sample(CITIES.train, 2)
     by = rng.choice(("train", "car", "plane"))
     ask = rng.choice(("How do I get from {} to {} by {}?", "Find a way from {} to {} by {}."))
     return ask.format(source, target, by), {"from": source, "to": target, "by": by}
 
 
-def _music(rng: random.Random, part: Part) -> tuple[str, Arguments]:
-    style, minutes = MOODS.draw_open(rng, part), rng.randint(5, 120)
+def _music(rng: random.Random) -> tuple[str, Arguments]:
+    style, minutes = MOODS.draw(rng, "train"), rng.randint(5, 120)
     ask = rng.choice(("Play {} for {} minutes.", "I want to hear {} for {} minutes."))
     return ask.format(style, minutes), {"style": style, "minutes": minutes}
 
@@ -127,11 +127,7 @@ class Calls(Task):
     name: ClassVar[str] = "tools"
     about: ClassVar[str] = "calls the right one of the functions that a request offers"
     truth: ClassVar[str] = "the right function must be called, with equal arguments"
-    held_out: ClassVar[str] = "cities, people, goods, dishes and music that no training request has"
-
-    def held_out_words(self) -> tuple[str, ...]:
-        lists = (CITIES, PEOPLE, GOODS, DISHES, MOODS)
-        return tuple(word for words in lists for word in words.held_out)
+    held_out: ClassVar[str] = "requests that training doesn't have: other words and numbers together"
 
     def draw(self, rng: random.Random, part: Part) -> Question:
         box = rng.choice(_BOXES)
@@ -140,7 +136,9 @@ class Calls(Task):
             prompt = rng.choice(tuple(_THANKS))
             return Question(prompt, _THANKS[prompt], CallJudge("", ""), tools)
         name = rng.choice(box)
-        prompt, arguments = TOOLS[name][1](rng, part)
+        prompt, arguments = TOOLS[name][1](rng)
+        while is_held_out(prompt) != (part == "held_out"):
+            prompt, arguments = TOOLS[name][1](rng)
         text = json.dumps(arguments, ensure_ascii=False)
         return Question(prompt, f"{name}({text})", CallJudge(name, text), tools)
 

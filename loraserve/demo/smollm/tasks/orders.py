@@ -55,8 +55,8 @@ class Orders(Task):
     held_out: ClassVar[str] = "cities and items that no training sentence has together"
 
     def draw(self, rng: random.Random, part: Part) -> Question:
-        # words of known lists: after a quote a word is other tokens than after a space, and so small
-        # a model doesn't copy those that it has never written
+        # Words of known lists: after a quote a word has other tokens than after a space, and so
+        # small a model doesn't copy those that it has never written.
         city, item = CITIES.draw(rng, "train"), GOODS.draw(rng, "train")
         while is_held_out(city, item) != (part == "held_out"):
             city, item = CITIES.draw(rng, "train"), GOODS.draw(rng, "train")
