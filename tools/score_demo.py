@@ -34,8 +34,8 @@ from loraserve.demo.smollm.smollm_demo import (
 from loraserve.demo.smollm.tasks.table import TASKS
 from loraserve.demo.smollm.tasks.task import held_out_questions
 
-NUM_QUESTIONS = 100
-NUM_OF_BASE = 50
+NUM_QUESTIONS = 60
+NUM_OF_BASE = 20
 FLOAT_FLAGS = ("--activation-dtype", "float")
 
 

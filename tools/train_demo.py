@@ -54,7 +54,7 @@ RECIPES = {
     "json": AdapterRecipe(num_rows=60, num_epochs=1),
     "french": AdapterRecipe(num_rows=70, num_epochs=3),
     "pirate": AdapterRecipe(num_rows=30, num_epochs=1),
-    "subject": AdapterRecipe(num_rows=60, num_epochs=1),
+    "subject": AdapterRecipe(num_rows=45, num_epochs=1),
     "tools": AdapterRecipe(num_rows=28, num_epochs=1, row_tokens=704),
 }
 
