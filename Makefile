@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo cluster formats test clients ray browser screenshots terminal check bench gpu docs format sdk clean
 .DEFAULT_GOAL := help
 help:
-	@echo "make demo             serve a small trained model and six adapters, and show them (ARGS=--once: a checked tour, then exit)"
+	@echo "make demo             serve a small trained model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "                      (ARGS='--model pack': a bundled toy, without a download; '--quantize int8', int4, nf4 or fp8: in that format)"
 	@echo "make cluster          two engine replicas on Ray Serve, PostgreSQL and an S3 store: a checked tour with kills and scaling"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"

@@ -44,7 +44,7 @@ from loraserve.text.tool_parsers.parser import ArgumentsDelta, CallStart, TextDe
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SEED = 1
-NUM_SCORED = 24
+NUM_SCORED = 12
 BATCH_SIZE = 12
 MAX_NEW_TOKENS = 72
 CONTINUED_SHARE = 0.25
@@ -53,9 +53,9 @@ RECIPES = {
     "sql": AdapterRecipe(num_rows=80, num_epochs=2),
     "json": AdapterRecipe(num_rows=60, num_epochs=1),
     "french": AdapterRecipe(num_rows=70, num_epochs=3),
-    "pirate": AdapterRecipe(num_rows=30, num_epochs=1),
+    "pirate": AdapterRecipe(num_rows=36, num_epochs=2),
     "subject": AdapterRecipe(num_rows=45, num_epochs=1),
-    "tools": AdapterRecipe(num_rows=28, num_epochs=1, row_tokens=704),
+    "tools": AdapterRecipe(num_rows=24, num_epochs=1, row_tokens=704),
 }
 
 
