@@ -12,8 +12,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo cluster formats test clients ray browser screenshots terminal check bench gpu docs dist format sdk clean
 .DEFAULT_GOAL := help
 help:
-	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
-	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
+	@echo "make demo             serve a small trained model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
+	@echo "                      (ARGS='--model pack': a bundled toy, without a download; '--quantize int8', int4, nf4 or fp8: in that format)"
 	@echo "make cluster          two engine replicas on Ray Serve, PostgreSQL and an S3 store: a checked tour with kills and scaling"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
@@ -41,7 +41,8 @@ LOCKED := -c constraints.txt -c lock.txt
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e .
+	@echo "Installing loraserve into $(VENV), once: 64 packages, of which torch for CPUs is the largest: 320 MB to download, 1.1 GB there …"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e .
 	@touch $@
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[dev]"
@@ -69,7 +70,7 @@ cluster: $(VENV)/.installed-ray
 formats: $(VENV)/.installed
 	@for format in none int8 int4 nf4 fp8; do \
 		echo "== --quantize $$format"; \
-		timeout --kill-after=20 300 $(BIN)/loraserve demo --once --port 0 --quantize $$format || exit 1; \
+		timeout --kill-after=20 300 $(BIN)/loraserve demo --model pack --once --port 0 --quantize $$format || exit 1; \
 	done
 
 # Each worker computes on one core. Modules are compiled once for all processes that the tests start.

@@ -1,7 +1,7 @@
 """The official OpenAI client against loraserve: an adapter's name is the model.
 
     pip install "loraserve[openai]"
-    loraserve demo                                      # in another terminal; it prints a key
+    loraserve demo --model pack                         # in another terminal; it prints a key
     export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
     python examples/openai_client.py [MODEL]
 

@@ -1,6 +1,6 @@
 """Push a PEFT directory and ask it something.
 
-    loraserve demo                                      # in another terminal; it prints a key
+    loraserve demo --model pack                         # in another terminal; it prints a key
     export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
     python examples/push_and_complete.py [DIR] [PROMPT]
 

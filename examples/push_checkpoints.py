@@ -1,7 +1,7 @@
 """Fine-tune with transformers' Trainer, push each checkpoint, and serve the best one.
 
 pip install "loraserve[demo-train]"
-loraserve demo                                      # in another terminal; it prints a key
+loraserve demo --model pack                         # in another terminal; it prints a key
 export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
 python examples/push_checkpoints.py [STEPS] [DIR]
 

@@ -1,7 +1,7 @@
 """Ask the base and every adapter the same thing at once,
 and watch the answers grow side by side out of one batch.
 
-loraserve demo                                      # in another terminal; it prints a key
+loraserve demo --model pack                         # in another terminal; it prints a key
 export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
 python examples/stream_many.py ["PROMPT"]
 """

@@ -2,7 +2,7 @@
 and ask it something.
 
 pip install "loraserve[demo-train]"
-loraserve demo                                      # in another terminal; it prints a key
+loraserve demo --model pack                         # in another terminal; it prints a key
 export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
 python examples/train_and_push.py [STEPS]
 """

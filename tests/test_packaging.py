@@ -140,6 +140,13 @@ def test_installed_wheel_finds_demo_pack(wheel: Path) -> None:
     assert all(file.is_relative_to(wheel.parent) for file in files)
 
 
+def test_installed_wheel_finds_adapters_of_demo(wheel: Path) -> None:
+    code = "from loraserve.demo.smollm.smollm_demo import adapter_files; print(*adapter_files(), sep='\\n')"
+    files = [Path(line) for line in run_installed(wheel, code).splitlines()]
+    assert {file.name for file in files} >= {"adapter_config.json", "adapter_model.safetensors", "card.json"}
+    assert all(file.is_relative_to(wheel.parent) for file in files)
+
+
 def test_installed_package_imports_no_torch(wheel: Path) -> None:
     code = "import sys, loraserve; from loraserve import Client; print('torch' in sys.modules, loraserve.__file__)"
     assert run_installed(wheel, code).startswith("False ")

@@ -31,6 +31,7 @@ STAND_ALONE = {
     "loraserve.cli.local.pull": "a command",
     "loraserve.cli.local.serve": "a command",
     "loraserve.cli.tenants.grant": "a command",
+    "loraserve.demo.smollm.tasks.table": "a table",
     "loraserve.text.passage": "a text",
     "loraserve.text.tool_parsers.granite": "a table's entry",
     "loraserve.text.tool_parsers.hermes": "a table's entry",

@@ -31,17 +31,11 @@ from s3_server import S3Server  # noqa: E402
 
 from loraserve import AsyncClient, Client  # noqa: E402
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames  # noqa: E402
-from loraserve.demo.checks import (  # noqa: E402
-    Access,
-    TourCheck,
-    check_answers,
-    check_chat,
-    check_models,
-    check_stranger,
-    check_tools,
-)
+from loraserve.demo.checks import check_answers, check_models, check_stranger  # noqa: E402
+from loraserve.demo.demo_model import Access, TourCheck  # noqa: E402
 from loraserve.demo.frames import STYLES, Frame  # noqa: E402
 from loraserve.demo.pack import adapter_dirs, base_dir, pack_dir  # noqa: E402
+from loraserve.demo.pack_demo import MAX_TOKENS, check_completions, check_tools, pack_demo, questions_of  # noqa: E402
 
 FLAGS = (
     *("--memory-budget", "64MiB", "--host-cache", "64MiB", "--max-num-seqs", "32", "--log-level", "warning"),
@@ -95,12 +89,12 @@ class Tour:
             with Client(self.cluster.url, api_key=tenants[owner]) as client:
                 for name, directory in adapter_dirs().items():
                     client.adapters.push(str(directory), name=name)
-        access = Access(self.cluster.url, tenants["demo"], base_dir().name)
+        access, model = Access(self.cluster.url, tenants["demo"], base_dir().name), pack_demo()
         frames = self.frames()
         self.say(f"Asking {len(frames)} prompts of {len(STYLES)} models, on two replicas …")
-        self.checks += check_answers(access, frames)
-        self.checks += [check_chat(access, frames[1]), check_tools(access, frames[1]), check_models(access)]
-        self.checks.append(check_stranger(access, tenants["stranger"]))
+        self.checks += check_answers(access, questions_of(frames), MAX_TOKENS)
+        self.checks += [check_completions(access, frames[1]), check_tools(access, frames[1])]
+        self.checks += [check_models(access, model), check_stranger(access, model, tenants["stranger"])]
         routed = {
             name.split('"')[1]: int(value)
             for name, value in self.cluster.metrics().items()

@@ -11,15 +11,16 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import sync_playwright
 
 from loraserve import Client
-from loraserve.demo.card import read_card, reliable_frames
+from loraserve.demo.demo_model import Question
 from loraserve.demo.demo_server import DemoServer, choose_port
-from loraserve.demo.pack import adapter_dirs, pack_dir
+from loraserve.demo.smollm.smollm_demo import smollm_demo
 from loraserve.errors import LoraserveError
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/images"
@@ -37,27 +38,30 @@ def set_up(server: DemoServer) -> dict[str, str]:
             keys[name] = admin.keys.create(name, name="pictures").key
     for name, key in keys.items():
         with Client(server.url, api_key=key) as client:
-            for adapter, path in adapter_dirs().items():
+            for adapter, path in server.model.adapters.items():
                 if name == "acme" or adapter in ("french", "json"):
                     client.adapters.push(path, name=adapter)
+    folders = server.model.adapters
     with Client(server.url, api_key=keys["acme"]) as client:
-        client.adapters.push(adapter_dirs()["french"], name="sql")
+        client.adapters.push(folders["subject"], name="sql")
         client.adapters.update("sql", notes="Queries for the support desk.", tags={"team": "desk"})
-        client.adapters.push(adapter_dirs()["pirate"], name="sql", promote=False)
+        client.adapters.push(folders["pirate"], name="sql", promote=False)
         client.adapters.set_alias("sql", "live", split={1: 0.8, 2: 0.2}, shadow=(3, 0.5))
-        client.adapters.push(adapter_dirs()["haiku"], name="haiku", notes="The one with another rank.")
-        client.adapters.push(adapter_dirs()["french"], name="haiku", promote=False)
+        client.adapters.update("subject", notes="Subjects of the support desk's mails.")
+        client.adapters.push(folders["french"], name="subject", promote=False)
     return keys
 
 
-def load(url: str, key: str, names: list[str], ended: threading.Event, seed: int) -> None:
+def load(
+    url: str, key: str, names: list[str], questions: Sequence[Question], ended: threading.Event, seed: int
+) -> None:
     """Ask one question after the other."""
     drawn = random.Random(seed)
-    frames = reliable_frames(read_card(pack_dir()))
     with Client(url, api_key=key) as client:
         while not ended.wait(drawn.random() * 0.2):
+            messages = [{"role": "user", "content": drawn.choice(questions).prompt}]
             try:
-                client.completions.create(model=drawn.choice(names), prompt=drawn.choice(frames).prompt, max_tokens=48)
+                client.chat.completions.create(model=drawn.choice(names), messages=messages, max_tokens=48)
             except LoraserveError as error:
                 print(error, file=sys.stderr)
 
@@ -90,13 +94,13 @@ def pictures(browser: Any, server: DemoServer, keys: dict[str, str]) -> None:
     dark = sign_in(browser, server.url, server.admin_key, "dark")
     acme = sign_in(browser, server.url, keys["acme"], "light")
     take(acme, server.url, "playground", "playground")
-    for name in ("sql", "french", "pirate"):
+    for name in (server.model.base_id + " (base)", "sql", "pirate"):
         acme.get_by_role("checkbox", name=name, exact=True).check()
-    acme.locator("textarea").first.fill("list the tickets with age over 81")
+    acme.locator("textarea").first.fill("How many tickets have a price over 20?")
     acme.get_by_role("button", name="Ask").click()
-    acme.wait_for_timeout(3000)
+    acme.get_by_text("3 of 3 answers are complete.").wait_for(state="attached")
     save(acme, "playground")
-    take(acme, server.url, "adapters/haiku", "adapter")
+    take(acme, server.url, "adapters/subject", "adapter")
     take(admin, server.url, "residency", "residency", wait_s=4)
     take(admin, server.url, "tenants", "tenants")
     take(admin, server.url, "slow", "slow")
@@ -118,14 +122,18 @@ def main() -> int:
         sys.exit("Chromium isn't installed. Try: apt-get install chromium")
     FOLDER.mkdir(exist_ok=True)
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with tempfile.TemporaryDirectory() as folder, DemoServer(Path(folder), choose_port(0)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        DemoServer(Path(folder), choose_port(0), smollm_demo(print)) as server,
+    ):
         server.start()
         keys = set_up(server)
+        questions = [question for asked in server.model.questions.values() for question in asked if not question.tools]
         ended = threading.Event()
         askers = [
-            threading.Thread(target=load, args=(server.url, keys[name], names, ended, seed))
+            threading.Thread(target=load, args=(server.url, keys[name], names, questions, ended, seed))
             for seed, (name, names) in enumerate(
-                [("acme", ["sql", "french", "haiku", "pirate"]), ("globex", ["json"])] * 2
+                [("acme", ["sql", "french", "subject", "pirate"]), ("globex", ["json"])] * 2
             )
         ]
         for asker in askers:

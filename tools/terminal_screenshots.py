@@ -26,7 +26,7 @@ from rich.text import Text
 
 from loraserve import Client
 from loraserve.demo.demo_server import DemoServer, choose_port
-from loraserve.demo.pack import adapter_dirs, base_dir
+from loraserve.demo.smollm.smollm_demo import smollm_demo
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/images"
 MAX_BYTES = 80_000
@@ -64,10 +64,13 @@ PICTURES = (
         "a session",
         ("loraserve run sql",),
         (
-            "list the tickets with age over 81",
-            "/model pirate",
-            "list the tickets with age over 81",
-            "/adapters french+0.5*haiku",
+            "How many tickets have a price over 20?",
+            "/clear",
+            "/model json",
+            "Anna from Paris ordered 3 lamps at 20 euros each.",
+            "/clear",
+            "/model french",
+            "Where is the red car?",
             "/set temperatur 0",
             "/set temperature 0",
             "/bye",
@@ -87,9 +90,9 @@ PICTURES = (
     Picture(
         "plan",
         "what fits",
-        ("loraserve plan --model ./base --quantize int8 --memory-budget 8GiB --ranks 16 --count 1000",),
+        ("loraserve plan --model SmolLM2-135M-Instruct.Q4_1.gguf --memory-budget 8GiB --ranks 16 --count 1000",),
     ),
-    Picture("doctor", "is all well?", ("loraserve doctor --model ./base",), num_columns=120),
+    Picture("doctor", "is all well?", ("loraserve doctor --model SmolLM2-135M-Instruct.Q4_1.gguf",), num_columns=120),
 )
 
 
@@ -174,8 +177,8 @@ def set_up(server: DemoServer) -> str:
         admin.tenants.create("acme")
         key: str = admin.keys.create("acme", name="pictures").key
     with Client(server.url, api_key=key) as client:
-        for name in ("sql", "french", "haiku", "pirate"):
-            client.adapters.push(adapter_dirs()[name], name=name)
+        for name in ("sql", "french", "json", "pirate"):
+            client.adapters.push(server.model.adapters[name], name=name)
     return key
 
 
@@ -183,7 +186,12 @@ def ask(server: DemoServer, key: str) -> None:
     """Let each version of `sql` answer, as a split does."""
     with Client(server.url, api_key=key) as client:
         for user in range(24):
-            client.completions.create(model="sql", prompt="list the tickets", max_tokens=16, user=str(user))
+            client.chat.completions.create(
+                model="sql",
+                messages=[{"role": "user", "content": "How many tickets are open?"}],
+                max_tokens=16,
+                user=str(user),
+            )
 
 
 def take(picture: Picture, server: DemoServer, key: str, folder: Path) -> None:
@@ -211,9 +219,10 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as data, tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "base").symlink_to(base_dir())
-        (folder / "new-sql").symlink_to(adapter_dirs()["french"])
-        with DemoServer(Path(data), choose_port(0)) as server:
+        model = smollm_demo(print)
+        (folder / model.base.name).symlink_to(model.base)
+        (folder / "new-sql").symlink_to(model.adapters["subject"])
+        with DemoServer(Path(data), choose_port(0), model) as server:
             server.start()
             key = set_up(server)
             for picture in PICTURES:

@@ -1,29 +1,18 @@
-"""Next steps for a user of the demo, and the questions that its models understand.
+"""Next steps for a user of the demo.
 
 Each command that is printed is one that a test runs.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraserve.demo.card import EXAMPLE
-from loraserve.demo.checks import Access
-from loraserve.demo.frames import Assign, Describe, Frame, Greet, Origin
-from loraserve.demo.words import CITIES, FIELDS, NAMES, OPERATORS, QUALITIES, TABLES, THINGS
-
-UNDERSTOOD: tuple[Frame, ...] = (
-    EXAMPLE,
-    Origin("show", "boats", "Porto"),
-    Describe("describe", "red", "bike"),
-    Greet("greet", "Anna"),
-    Assign("set", "price", "lamp", 40),
-)
-"""A question of each kind that the models were trained on."""
+from loraserve.demo.demo_model import Access, DemoModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +23,11 @@ class Advice:
     lines: tuple[str, ...]
 
 
-def advice(access: Access, admin_key: str) -> tuple[Advice, ...]:
+def advice(model: DemoModel, access: Access, admin_key: str) -> tuple[Advice, ...]:
     """List the next steps for another terminal, in the order in which they are run."""
     program = shutil.which("loraserve")
     here = Path(sys.executable).parent
     path = () if program is not None else (f"export PATH={shlex.quote(str(here))}:$PATH",)
-    prompt = shlex.quote(EXAMPLE.prompt)
     return (
         Advice(
             "In another terminal:",
@@ -48,14 +36,13 @@ def advice(access: Access, admin_key: str) -> tuple[Advice, ...]:
         Advice(
             "Then try:",
             (
-                f"loraserve run sql {prompt}",
-                f"loraserve run 'sql+0.5*pirate' {prompt}",
+                *(f"loraserve {example}" for example in model.examples),
                 "loraserve adapter list",
-                "loraserve adapter show sql",
+                f"loraserve adapter show {model.session}",
                 "loraserve usage",
             ),
         ),
-        Advice("Talk to an adapter (/help shows what else can be typed):", ("loraserve run sql",)),
+        Advice("Talk to an adapter (/help shows what else can be typed):", (f"loraserve run {model.session}",)),
         Advice(
             "As the operator, with the admin key (it is gone with this demo):",
             (
@@ -68,24 +55,35 @@ def advice(access: Access, admin_key: str) -> tuple[Advice, ...]:
     )
 
 
-def what_is_understood() -> tuple[str, ...]:
-    """Describe the kinds of questions that the models answer, and the words in them.
-
-    It is a toy of a million parameters: to anything else it answers something of this kind.
-    """
-    words = (
-        ("tables", TABLES),
-        ("fields", FIELDS),
-        ("comparisons", OPERATORS),
-        ("cities", CITIES),
-        ("things", THINGS),
-        ("qualities", QUALITIES),
-        ("names", NAMES),
-    )
+def snippets(model: DemoModel, access: Access, admin_key: str) -> tuple[str, ...]:
+    """Write address, keys, the same request by curl and by Python, and the next steps."""
+    name, prompt = model.example
+    messages = [{"role": "user", "content": prompt}]
+    body = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
     return (
-        "The models are toys: they understand five kinds of questions, and answer anything else with one of them.",
-        *(f"  {frame.prompt}" for frame in UNDERSTOOD),
-        "with these words:",
-        *(f"  {what:<11}  {', '.join(known)}" for what, known in words),
-        "and numbers from 1 to 99.",
+        "",
+        f"URL        {access.url}",
+        f"Key        {access.api_key}",
+        f"Admin key  {admin_key}",
+        f"Console    {access.url}/console/  (sign in with either key)",
+        "",
+        "curl:",
+        "",
+        f"curl {access.url}/v1/chat/completions \\",
+        f"  -H {shlex.quote(f'Authorization: Bearer {access.api_key}')} \\",
+        "  -H 'Content-Type: application/json' \\",
+        f"  -d {shlex.quote(body)}",
+        "",
+        "Python, with OpenAI's client:",
+        "",
+        "from openai import OpenAI",
+        "",
+        f'client = OpenAI(base_url="{access.url}/v1", api_key="{access.api_key}")',
+        f"messages = {json.dumps(messages, ensure_ascii=False)}",
+        f'print(client.chat.completions.create(model="{name}", messages=messages, '
+        "temperature=0).choices[0].message.content)",
+        "",
+        *(line for one in advice(model, access, admin_key) for line in (one.title, "", *one.lines, "")),
+        *model.help,
+        "",
     )

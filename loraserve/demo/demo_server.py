@@ -1,6 +1,6 @@
 """A loraserve server of one's own.
 
-It is a process on the bundled pack, its data in a directory, gone when the block ends.
+It is a process on a demo's base, its data in a directory, gone when the block ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import TracebackType
 
 import httpx2
 
-from loraserve.demo.pack import BASE_NAME, base_dir, pack_files
+from loraserve.demo.demo_model import DemoModel
 from loraserve.engine_client.vitals import Vitals, core_wait_s
 from loraserve.errors import ConfigError, EngineUnavailable
 
@@ -44,6 +44,7 @@ class DemoServer:
 
     data_dir: Path
     port: int
+    model: DemoModel
     quantize: str = "none"
     """Format that the base's linears are rounded to, as for ``serve``."""
     tell: Callable[[str], object] | None = None
@@ -61,17 +62,19 @@ class DemoServer:
         """Start the server; it answers when this returns.
 
         Raises:
-            ConfigError: the pack is incomplete, or another program has the port.
+            ConfigError: another program has the port, or the base has a format of its own.
             EngineUnavailable: the server ended, or isn't ready in time; the message has what it was
                 at and the end of its log.
         """
-        pack_files()
+        self._check_format()
         check_port(self.port)
-        command = [sys.executable, "-m", "loraserve.cli.main", "serve", "--model", str(base_dir())]
+        model = self.model
+        command = [sys.executable, "-m", "loraserve.cli.main", "serve", "--model", str(model.base)]
+        command += ["--model-id", model.base_id, "--base-names", ",".join(model.base_names)]
         command += ["--host", HOST, "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        command += ["--quantize", self.quantize]
-        command += ["--base-names", BASE_NAME]
-        command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2"]
+        if self.quantize != "none":
+            command += ["--quantize", self.quantize]
+        command += ["--host-cache", "256MiB", "--grace-s", "2", *model.serve_flags]
         # Another server's settings, in the environment or in a loraserve.toml, are not this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
         environment |= {"LORASERVE_ADMIN_KEY": self.admin_key, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -82,6 +85,13 @@ class DemoServer:
                 command, cwd=self.data_dir, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         self._wait_until_ready(self._process)
+
+    def _check_format(self) -> None:
+        if self.model.is_quantized and self.quantize != "none":
+            raise ConfigError(
+                f"{self.model.title} is served in the format of its file; it can't be rounded to {self.quantize}.",
+                hint=f"The bundled pack can: loraserve demo --model pack --quantize {self.quantize}",
+            )
 
     def stop(self) -> int | None:
         """End the process and return its exit code, or None if it wasn't running.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from loraserve.demo.card import Score
 from loraserve.demo.frames import STYLES, Frame, Style, fresh_prompts
 from loraserve.demo.pack import adapter_dirs, base_dir, pack_dir
-from loraserve.demo.pack_tokenizer import END, PAD, load_tokenizer, token_id
+from loraserve.demo.pack_training.pack_tokenizer import END, PAD, load_tokenizer, token_id
 
 NUM_PROMPTS = 96
 PROMPT_SEED = 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,72 +15,114 @@ from rich.table import Table
 from rich.text import Text
 
 from loraserve import AsyncClient
+from loraserve.demo.demo_model import DemoAnswer, Question, ToolRequest
 
-MAX_TOKENS = 96
 _REFRESH_PER_S = 20
 _ANSWER_WIDTH = 52
+_MIN_MODEL_WIDTH = 8
 
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """A model's answer so far."""
+    """A model's answer so far, and the question that judges it."""
 
     model: str
-    text: str = ""
+    question: Question | None = None
+    answer: DemoAnswer = field(default_factory=lambda: DemoAnswer(""))
     ttft_s: float | None = None
     is_done: bool = False
 
+    @property
+    def verdict(self) -> str:
+        """What a finished answer is found to be; empty where nothing judges it."""
+        if self.question is None or not self.is_done:
+            return ""
+        problem = self.question.judge(self.answer)
+        return "right" if problem is None else f"wrong: {problem}"
+
+
+async def stream_answer(
+    client: AsyncClient, model: str, prompt: str, tools: Sequence[Mapping[str, Any]], max_tokens: int
+) -> AsyncIterator[DemoAnswer]:
+    """Ask a model as a chat, and yield its answer as it grows."""
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        tools=list(tools) or None,
+    )
+    text = ""
+    calls: dict[int, tuple[str, str]] = {}
+    async with stream:
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                for call in choice.delta.tool_calls or ():
+                    name, arguments = calls.get(call.index or 0, ("", ""))
+                    function = call.function
+                    if function is not None:
+                        calls[call.index or 0] = (
+                            name + (function.name or ""),
+                            arguments + (function.arguments or ""),
+                        )
+            yield DemoAnswer(text, tuple(ToolRequest(*call) for call in calls.values()))
+
 
 async def ask_all(
-    url: str, api_key: str, models: Sequence[str], prompt: str, console: Console, *, max_tokens: int = MAX_TOKENS
-) -> dict[str, str]:
+    url: str,
+    api_key: str,
+    models: Mapping[str, Question | None],
+    prompt: str,
+    console: Console,
+    *,
+    max_tokens: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, DemoAnswer]:
     """Send every model the prompt at once, show the answers as they come, and return them by model.
 
     On a terminal they grow in a table; elsewhere each is a line when it is complete.
 
+    Args:
+        models: names of models, and what judges their answers, if anything.
+
     Raises:
         LoraserveError: one of them failed.
     """
-    columns = [StreamedAnswer(model) for model in models]
+    columns = [StreamedAnswer(model, question) for model, question in models.items()]
     screen: Live | None = None
     if console.is_terminal:
         screen = Live(_table(prompt, columns), console=console, refresh_per_second=_REFRESH_PER_S)
     else:
-        console.print(f"> {prompt}", markup=False, highlight=False)
+        console.print(f"> {prompt}", markup=False, highlight=False, soft_wrap=True)
     context: AbstractContextManager[object] = screen or nullcontext()
     with context:
         async with AsyncClient(url, api_key=api_key) as client:
-            streams = [_stream(client, column, columns, prompt, max_tokens, screen, console) for column in columns]
-            await asyncio.gather(*streams)
-    return {column.model: column.text for column in columns}
+
+            async def show(column: StreamedAnswer) -> None:
+                start = time.perf_counter()
+                async for answer in stream_answer(client, column.model, prompt, tools, max_tokens):
+                    if column.ttft_s is None and str(answer):
+                        column.ttft_s = time.perf_counter() - start
+                    column.answer = answer
+                    if screen is not None:
+                        screen.update(_table(prompt, columns))
+                column.is_done = True
+                if screen is not None:
+                    screen.update(_table(prompt, columns))
+                else:
+                    console.print(_line(column, columns), markup=False, highlight=False, soft_wrap=True)
+
+            await asyncio.gather(*map(show, columns))
+    return {column.model: column.answer for column in columns}
 
 
-async def _stream(
-    client: AsyncClient,
-    column: StreamedAnswer,
-    columns: Sequence[StreamedAnswer],
-    prompt: str,
-    max_tokens: int,
-    screen: Live | None,
-    console: Console,
-) -> None:
-    start = time.perf_counter()
-    stream = await client.completions.create(
-        model=column.model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True
-    )
-    async with stream:
-        async for chunk in stream:
-            if column.ttft_s is None:
-                column.ttft_s = time.perf_counter() - start
-            column.text += "".join(choice.text for choice in chunk.choices)
-            if screen is not None:
-                screen.update(_table(prompt, columns))
-    column.is_done = True
-    if screen is not None:
-        screen.update(_table(prompt, columns))
-    else:
-        answer = column.text.replace("\n", " / ")
-        console.print(f"  {column.model:<8}{answer}", markup=False, highlight=False, soft_wrap=True)
+def _line(column: StreamedAnswer, columns: Sequence[StreamedAnswer]) -> str:
+    width = max(_MIN_MODEL_WIDTH, *(len(other.model) + 2 for other in columns))
+    answer = str(column.answer).replace("\n", " / ")
+    verdict = f"  [{column.verdict}]" if column.verdict else ""
+    return f"  {column.model:<{width}}{answer}{verdict}"
 
 
 def _table(prompt: str, columns: Sequence[StreamedAnswer]) -> Table:
@@ -88,8 +131,14 @@ def _table(prompt: str, columns: Sequence[StreamedAnswer]) -> Table:
     table.add_column("model", style="cyan", no_wrap=True)
     # wide from the start, so that the table doesn't jump as answers grow
     table.add_column("answer", overflow="fold", min_width=_ANSWER_WIDTH)
+    is_judged = any(column.question is not None for column in columns)
+    if is_judged:
+        table.add_column("checked")
     table.add_column("first token", justify="right", style="dim", no_wrap=True)
     for column in columns:
         ttft = f"{column.ttft_s * 1000:.0f} ms" if column.ttft_s is not None else ""
-        table.add_row(column.model, Text(column.text + ("" if column.is_done else "▌")), ttft)
+        verdict = column.verdict
+        style = "green" if verdict == "right" else "red"
+        checked = (Text(verdict, style=style),) if is_judged else ()
+        table.add_row(column.model, Text(str(column.answer) + ("" if column.is_done else "▌")), *checked, ttft)
     return table

@@ -1,15 +1,13 @@
-"""``loraserve demo``: a tour of a server on the bundled pack.
+"""``loraserve demo``: a tour of a server on a small model with adapters.
 
-Seven adapters are pushed through the public API, and one prompt is answered by all of them. Imports
-no torch: the server is another process.
+The adapters are pushed through the public API, asked side by side with their base, and checked.
+Imports no torch: the server is another process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import shlex
 import signal
 import tempfile
 import time
@@ -23,41 +21,22 @@ from rich.table import Table
 from rich.text import Text
 
 from loraserve import Client
-from loraserve.demo.advice import advice, what_is_understood
-from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
-from loraserve.demo.checks import (
-    Access,
-    TourCheck,
-    ask_for_call,
-    ask_for_query,
-    check_answers,
-    check_chat,
-    check_models,
-    check_schema,
-    check_stranger,
-    check_time,
-    check_tools,
-)
+from loraserve.demo.advice import snippets
+from loraserve.demo.checks import check_answers, check_models, check_stranger, check_time
+from loraserve.demo.demo_model import BASE, Access, DemoModel, ShownQuestion, TourCheck
 from loraserve.demo.demo_server import DemoServer, choose_port
-from loraserve.demo.frames import STYLES
-from loraserve.demo.pack import adapter_dirs, base_dir, pack_dir
 from loraserve.demo.side_by_side import ask_all
 from loraserve.errors import LoraserveError
 
 TENANT, STRANGER = "demo", "stranger"
-_NUM_CHECKED_PROMPTS = 8
-_MAX_ANSWERS_S = 20.0
-"""Longest time for all checked prompts together, about 1,500 tokens: a second or two where the
-kernels are what they should be. One that is correct and a hundred times too slow fails the tour.
-"""
+_NUM_AGAIN = 2
+"""Questions of each model that are asked again after the restart."""
 
 
-def run_tour(*, once: bool, port: int | None = None, quantize: str = "none", console: Console | None = None) -> int:
-    """Show the bundled models; 0 when all went well.
-
-    What is right is the same in every format: the answers' margins are wide enough. Of 1,536
-    answers to prompts that no training has seen (192 of them, by the base and seven adapters), none
-    was another in int8, int4, nf4 or fp8 than in float32.
+def run_tour(
+    model: DemoModel, *, once: bool, port: int | None = None, quantize: str = "none", console: Console | None = None
+) -> int:
+    """Show a model and its adapters; 0 when all went well.
 
     Args:
         once: check every answer, restart the server, check again, and end; 1 if anything was wrong.
@@ -66,42 +45,40 @@ def run_tour(*, once: bool, port: int | None = None, quantize: str = "none", con
         quantize: what the base's linears are rounded to, as for ``serve``.
 
     Raises:
-        ConfigError: the pack is incomplete, or the port is another's.
+        ConfigError: the port is another's, or the base has a format of its own.
         LoraserveError: the server doesn't start, or refuses what it should do.
     """
     console = console or Console()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="loraserve-demo-") as directory, _terminable():
         try:
-            with DemoServer(Path(directory), choose_port(port), quantize, tell=_teller(console)) as server:
+            server = DemoServer(Path(directory), choose_port(port), model, quantize, tell=teller(console))
+            with server:
                 access, stranger_key = _set_up(server, console)
-                models = [access.model(style) for style in STYLES]
-                _show_snippets(access, server.admin_key, console)
-                asyncio.run(ask_all(access.url, access.api_key, models, EXAMPLE.prompt, console))
-                query = ask_for_query(access, access.base_id, EXAMPLE.prompt)
-                console.print(f"The base's answer as JSON of a schema: {query}", markup=False, highlight=False)
-                for call in ask_for_call(access, access.base_id, EXAMPLE.prompt):
-                    arguments = "" if call.function is None else call.function.arguments
-                    console.print(f"The base's tool call: query({arguments})", markup=False, highlight=False)
+                _show_snippets(model, access, server.admin_key, console)
+                for shown in model.shown[: model.num_first]:
+                    _show(model, access, shown, console)
                 if once:
                     checks = _check_everything(server, access, stranger_key, console)
                     return _report(checks, time.perf_counter() - start, console)
-                return _stay(server, access, models, console)
+                return _stay(server, access, console)
         except KeyboardInterrupt:
             console.print("\nStopped.")
             # Without --once, Ctrl-C is how the demo ends.
             return 130 if once else 0
 
 
-def _teller(console: Console) -> Callable[[str], object]:
+def teller(console: Console) -> Callable[[str], object]:
+    """Build a function that prints a line as it is."""
     return lambda detail: console.print(f"  {detail}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _set_up(server: DemoServer, console: Console) -> tuple[Access, str]:
     """Start the server, make two tenants with a key each, and push the adapters for the first."""
     began = time.perf_counter()
+    model = server.model
     rounded = "" if server.quantize == "none" else f" in {server.quantize}"
-    console.print(f"Starting the server on the bundled base{rounded} …")
+    console.print(f"Starting the server on {model.title}{rounded} …")
     server.start()
     console.print(f"Ready at {server.url} after {time.perf_counter() - began:.1f} s.")
     with Client(server.url, api_key=server.admin_key) as admin:
@@ -112,29 +89,47 @@ def _set_up(server: DemoServer, console: Console) -> tuple[Access, str]:
         console.print(f'Created the tenant "{TENANT}" and a key for it.')
     with Client(server.url, api_key=keys[0]) as client:
         began = time.perf_counter()
-        for name, directory in adapter_dirs().items():
+        for name, directory in model.adapters.items():
             version = client.adapters.push(directory, name=name)
             console.print(
                 f"  pushed {version.model:<10}rank {version.rank}, {version.size_bytes / 1024:.0f} KiB, "
                 f"SHA-256 {version.digest[:12]}…",
                 highlight=False,
             )
-        console.print(f"Pushed {len(adapter_dirs())} adapters in {time.perf_counter() - began:.1f} s.")
-    return Access(server.url, keys[0], base_dir().name), keys[1]
+        console.print(f"Pushed {len(model.adapters)} adapters in {time.perf_counter() - began:.1f} s.")
+    return Access(server.url, keys[0], model.base_id), keys[1]
+
+
+def _show(model: DemoModel, access: Access, shown: ShownQuestion, console: Console) -> None:
+    if shown.about:
+        console.print(f"\n{shown.about}", markup=False, highlight=False, soft_wrap=True)
+    asked = {access.model(name): question for name, question in shown.models.items()}
+    asyncio.run(
+        ask_all(
+            access.url,
+            access.api_key,
+            asked,
+            shown.prompt,
+            console,
+            max_tokens=model.max_tokens,
+            tools=shown.tools,
+        )
+    )
 
 
 def _check_everything(server: DemoServer, access: Access, stranger_key: str, console: Console) -> list[TourCheck]:
-    frames = [EXAMPLE, *reliable_frames(read_card(pack_dir()))[: _NUM_CHECKED_PROMPTS - 1]]
-    console.print(
-        f"\nAsking {len(frames)} prompts of {len(STYLES)} models, {len(frames) * len(STYLES)} streams at once …"
-    )
+    model = server.model
+    num_questions = sum(map(len, model.questions.values()))
+    console.print(f"\nAsking {num_questions} questions of {len(model.questions)} models, all at once …")
+    for name, truth in model.truths.items():
+        console.print(f"  {name:<8}{truth}", markup=False, highlight=False, soft_wrap=True)
     began = time.perf_counter()
-    checks = check_answers(access, frames)
+    checks = check_answers(access, model.questions, model.max_tokens)
     took_s = time.perf_counter() - began
     console.print(f"Answered in {took_s:.1f} s.")
-    checks.append(check_time(took_s, _MAX_ANSWERS_S))
-    checks += [check_chat(access, frames[1]), check_schema(access, frames[1]), check_tools(access, frames[1])]
-    checks += [check_models(access), check_stranger(access, stranger_key)]
+    checks.append(check_time(took_s, model.max_answers_s))
+    checks += [check(access) for check in model.checks]
+    checks += [check_models(access, model), check_stranger(access, model, stranger_key)]
 
     console.print("Stopping the server, and starting it again on its stored data …")
     code = server.stop()
@@ -142,8 +137,9 @@ def _check_everything(server: DemoServer, access: Access, stranger_key: str, con
         TourCheck("the server stopped cleanly", int(code == 0), 1, None if code == 0 else f"exit code {code}")
     )
     server.start()
-    checks += check_answers(access, frames[:2], when=" after the restart")
-    checks.append(check_models(access))
+    again = {name: asked[:_NUM_AGAIN] for name, asked in model.questions.items()}
+    checks += check_answers(access, again, model.max_tokens, when=" after the restart")
+    checks.append(check_models(access, model))
     return checks
 
 
@@ -164,63 +160,45 @@ def _report(checks: Sequence[TourCheck], duration_s: float, console: Console) ->
     return 1 if wrong else 0
 
 
-def _show_snippets(access: Access, admin_key: str, console: Console) -> None:
-    body = json.dumps({"model": "sql", "prompt": EXAMPLE.prompt, "max_tokens": 64, "temperature": 0})
-    lines = (
-        "",
-        f"URL        {access.url}",
-        f"Key        {access.api_key}",
-        f"Admin key  {admin_key}",
-        f"Console    {access.url}/console/  (sign in with either key)",
-        "",
-        "curl:",
-        "",
-        f"curl {access.url}/v1/completions \\",
-        f"  -H {shlex.quote(f'Authorization: Bearer {access.api_key}')} \\",
-        "  -H 'Content-Type: application/json' \\",
-        f"  -d {shlex.quote(body)}",
-        "",
-        "Python, with OpenAI's client:",
-        "",
-        "from openai import OpenAI",
-        "",
-        f'client = OpenAI(base_url="{access.url}/v1", api_key="{access.api_key}")',
-        f'messages = [{{"role": "user", "content": "{EXAMPLE.prompt}"}}]',
-        'print(client.chat.completions.create(model="french", messages=messages, '
-        "temperature=0).choices[0].message.content)",
-        "",
-        *(line for one in advice(access, admin_key) for line in (one.title, "", *one.lines, "")),
-        *what_is_understood(),
-        "",
-    )
-    for line in lines:
+def _show_snippets(model: DemoModel, access: Access, admin_key: str, console: Console) -> None:
+    for line in snippets(model, access, admin_key):
         # Whole lines, however narrow the terminal: they are made to be copied.
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _stay(server: DemoServer, access: Access, models: Sequence[str], console: Console) -> int:
+def _stay(server: DemoServer, access: Access, console: Console) -> int:
     """Answer what is typed, until Ctrl-C or the end of input; without a terminal, just stay."""
     if not (console.is_terminal and console.is_interactive):
         console.print("The server stays up until Ctrl-C.")
         while server.is_running:
             time.sleep(0.5)
         return _ended(server, console)
-    frames = reliable_frames(read_card(pack_dir()))
-    console.print("Type a question for all of them, or nothing for one of the demo's own. Ctrl-C ends.")
-    for index in itertools.count():
+    console.print(
+        "Type a question, before it the name of an adapter that should answer (sql: …), or nothing for one of the "
+        "demo's own. Ctrl-C ends."
+    )
+    shown = server.model.shown
+    own = itertools.cycle([*shown[server.model.num_first :], *shown[: server.model.num_first]])
+    while True:
         try:
-            prompt = console.input("[bold]> [/]").strip()
+            typed = console.input("[bold]> [/]").strip()
         except EOFError:
             return 0
         if not server.is_running:
             return _ended(server, console)
         try:
-            asyncio.run(
-                ask_all(access.url, access.api_key, models, prompt or frames[index % len(frames)].prompt, console)
-            )
+            _show(server.model, access, read_typed(server.model, typed) if typed else next(own), console)
         except LoraserveError as error:
             console.print(str(error), markup=False, style="red")
-    raise AssertionError("count() doesn't end")
+
+
+def read_typed(model: DemoModel, typed: str) -> ShownQuestion:
+    """Read a typed question: ``NAME: question`` is for an adapter and the base, another for all."""
+    name, colon, question = typed.partition(":")
+    if colon and question.strip() and name.strip() in model.adapters:
+        adapter = name.strip()
+        return ShownQuestion(question.strip(), {BASE: None, adapter: None}, model.tools.get(adapter, ()))
+    return ShownQuestion(typed, dict.fromkeys(model.typed_models))
 
 
 def _ended(server: DemoServer, console: Console) -> int:

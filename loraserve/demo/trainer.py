@@ -21,11 +21,11 @@ import transformers
 from tokenizers import Tokenizer
 
 from loraserve.demo.card import Card, write_card
-from loraserve.demo.corpus import adapter_examples, base_examples
-from loraserve.demo.fitting import Recipe, fit
 from loraserve.demo.frames import ADAPTERS, Style
 from loraserve.demo.pack import BASE_NAME, CARD_FILES, adapter_dirs, base_dir
-from loraserve.demo.pack_tokenizer import END, PAD, token_id, tokenizer_config, train_tokenizer
+from loraserve.demo.pack_training.corpus import adapter_examples, base_examples
+from loraserve.demo.pack_training.fitting import Recipe, fit
+from loraserve.demo.pack_training.pack_tokenizer import END, PAD, token_id, tokenizer_config, train_tokenizer
 from loraserve.demo.score import NUM_PROMPTS, PROMPT_SEED, score_pack
 
 DEFAULT_SEED = 7

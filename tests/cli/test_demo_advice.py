@@ -13,10 +13,11 @@ from rich.console import Console
 from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client
-from loraserve.demo.advice import UNDERSTOOD, advice, what_is_understood
+from loraserve.demo.advice import advice
 from loraserve.demo.card import EXAMPLE
-from loraserve.demo.checks import Access
+from loraserve.demo.demo_model import Access
 from loraserve.demo.pack import BASE_NAME, adapter_dirs
+from loraserve.demo.pack_demo import UNDERSTOOD, pack_demo, what_is_understood
 from loraserve.demo.tour import _show_snippets
 
 Run = Callable[..., Any]
@@ -37,10 +38,10 @@ def access(real_server: ServerProcess) -> Access:
 
 def test_printed_advice_can_be_run_line_by_line(access: Access, run_here: Run) -> None:
     screen = io.StringIO()
-    _show_snippets(access, ADMIN_KEY, Console(file=screen, width=60))
+    _show_snippets(pack_demo(), access, ADMIN_KEY, Console(file=screen, width=60))
     printed = screen.getvalue().splitlines()
     assert f"Admin key  {ADMIN_KEY}" in printed
-    lines = [line for one in advice(access, ADMIN_KEY) for line in one.lines]
+    lines = [line for one in advice(pack_demo(), access, ADMIN_KEY) for line in one.lines]
     # whole, however narrow the terminal
     assert set(lines) <= set(printed)
 

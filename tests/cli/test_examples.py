@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -85,25 +84,6 @@ def test_openai_client(run_example: Callable[..., str], adapters: Client) -> Non
     out = run_example("openai_client.py", "sql")
     assert f"sql: {SQL}\n{SQL}\n" in out
     assert "as expected: model_not_found" in out
-
-
-def test_tutorial_is_true(here: Callable[..., Any], adapters: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLES.parent)
-    said: dict[str, list[str]] = {}
-    text = (EXAMPLES.parent / "docs" / "tutorial.md").read_text()
-    for line in (line for line in text.splitlines() if line.startswith("$ loraserve ")):
-        command = shlex.split(line.removeprefix("$ loraserve "), comments=True)
-        done = here(*command)
-        assert done.code == 0, f"{line}\n{done.stderr}"
-        said.setdefault(" ".join(command), []).append(done.stdout.strip())
-    try:
-        assert said["run sql list the tickets with age over 81"] == [SQL]
-        assert f"\n{SQL}\n" in text
-        first, second, again = said["run verse describe the sea"]
-        assert first == again != second
-        assert said["run verse@2 describe the sea"] == [second]
-    finally:
-        adapters.adapters.delete("verse")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``loraserve demo``: show the bundled base and its adapters, or train them again."""
+"""``loraserve demo``: show a small base and its adapters, or train the bundled ones again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ class Quantize(StrEnum):
     FP8 = "fp8"
 
 
-app = App(help="Serve the bundled base and adapters, and show them.", invoke_without_command=True)
+class DemoBase(StrEnum):
+    """The bases that a demo can serve."""
+
+    SMOLLM = "smollm"
+    PACK = "pack"
+
+
+app = App(help="Serve a small base and its adapters, and show them.", invoke_without_command=True)
 
 
 @app.callback()
@@ -33,18 +40,36 @@ def demo(
     once: Annotated[
         bool, typer.Option("--once", help="Run a scripted tour; exit with 0 only if every answer is right.")
     ] = False,
+    model: Annotated[
+        DemoBase,
+        typer.Option(
+            help="smollm: SmolLM2-135M-Instruct, 93 MB, downloaded once. pack: a toy that knows forty words, bundled.",
+            case_sensitive=True,
+        ),
+    ] = DemoBase.SMOLLM,
     quantize: Annotated[
-        Quantize, typer.Option(help="Format of the base's linears, as for serve.", case_sensitive=True)
+        Quantize, typer.Option(help="Format of the pack's linears, as for serve.", case_sensitive=True)
     ] = Quantize.NONE,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = None,
 ) -> None:
-    """Serve the bundled base and its seven adapters, and show one prompt answered by all."""
+    """Serve a small base with adapters, and show questions answered by both, and checked."""
     if context.invoked_subcommand is not None:
         return
     with reporting(Format.HUMAN):
-        from loraserve.demo.tour import run_tour
+        from rich.console import Console
 
-        code = run_tour(once=once, port=port, quantize=quantize)
+        from loraserve.demo.tour import run_tour, teller
+
+        console = Console()
+        if model is DemoBase.PACK:
+            from loraserve.demo.pack_demo import pack_demo
+
+            chosen = pack_demo()
+        else:
+            from loraserve.demo.smollm.smollm_demo import smollm_demo
+
+            chosen = smollm_demo(teller(console))
+        code = run_tour(chosen, once=once, port=port, quantize=quantize, console=console)
     raise typer.Exit(code)
 
 
@@ -59,7 +84,7 @@ def train(
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Train the bundled base and adapters again, in some minutes on one core.
+    """Train the bundled pack's base and adapters again, in some minutes on one core.
 
     Exit with 0 only if every adapter is good enough to ship.
     """

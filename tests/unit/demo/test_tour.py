@@ -20,22 +20,22 @@ from rich.console import Console
 from loraserve import Client
 from loraserve.demo import demo_server
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
-from loraserve.demo.checks import (
-    Access,
-    TourCheck,
-    check_answers,
-    check_chat,
-    check_models,
-    check_schema,
-    check_stranger,
-    check_time,
-    check_tools,
-    is_query,
-)
+from loraserve.demo.checks import check_answers, check_models, check_stranger, check_time
+from loraserve.demo.demo_model import Access, TourCheck
 from loraserve.demo.demo_server import DemoServer, check_port, choose_port
 from loraserve.demo.frames import ADAPTERS, STYLES
 from loraserve.demo.pack import adapter_dirs, pack_dir
+from loraserve.demo.pack_demo import (
+    MAX_TOKENS,
+    check_completions,
+    check_schema,
+    check_tools,
+    is_query,
+    pack_demo,
+    questions_of,
+)
 from loraserve.demo.side_by_side import ask_all
+from loraserve.demo.tour import read_typed
 from loraserve.errors import ConfigError, EngineUnavailable
 
 
@@ -63,7 +63,7 @@ def test_requested_port_is_kept() -> None:
 
 
 def test_a_server_shows_no_admin_key(tmp_path: Path) -> None:
-    server = DemoServer(tmp_path, 4711)
+    server = DemoServer(tmp_path, 4711, pack_demo())
     assert server.admin_key not in repr(server)
 
 
@@ -95,6 +95,14 @@ def test_a_query_is_json_of_the_schema(text: str, is_right: bool) -> None:
     assert is_query(text) is is_right
 
 
+def test_typed_name_chooses_adapter_and_base() -> None:
+    model = pack_demo()
+    assert read_typed(model, "sql: list the dogs").models.keys() == {"plain", "sql"}
+    assert read_typed(model, "sql: list the dogs").prompt == "list the dogs"
+    for typed in ("list the dogs", "note: list the dogs", "sql:"):
+        assert (read_typed(model, typed).prompt, *read_typed(model, typed).models) == (typed, *STYLES)
+
+
 class _Running:
     """A process that goes on; its pid is this one's, which waits for a core as the tests do."""
 
@@ -124,7 +132,7 @@ def test_server_is_awaited_while_loading_slowly(tmp_path: Path, monkeypatch: pyt
         threading.Thread(target=listener.serve_forever, daemon=True).start()
         told: list[str] = []
         try:
-            DemoServer(tmp_path, listener.server_port, tell=told.append)._wait_until_ready(_Running())  # type: ignore[arg-type]
+            DemoServer(tmp_path, listener.server_port, pack_demo(), tell=told.append)._wait_until_ready(_Running())  # type: ignore[arg-type]
         finally:
             listener.shutdown()
     assert next(asked) > 30
@@ -142,7 +150,7 @@ def test_server_is_given_up_when_silent(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(demo_server, "_SILENCE_S", 0.5)
     (tmp_path / "server.log").write_text(log)
     with pytest.raises(EngineUnavailable, match=r"said nothing for 0\.5 s") as caught:
-        DemoServer(tmp_path, choose_port(0))._wait_until_ready(_Running())  # type: ignore[arg-type]
+        DemoServer(tmp_path, choose_port(0), pack_demo())._wait_until_ready(_Running())  # type: ignore[arg-type]
     assert end in str(caught.value)
     assert "Start it again" in (caught.value.hint or "")
 
@@ -157,7 +165,7 @@ def test_unknown_format_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    with DemoServer(tmp_path_factory.mktemp("demo"), choose_port(0)) as server:
+    with DemoServer(tmp_path_factory.mktemp("demo"), choose_port(0), pack_demo()) as server:
         server.start()
         yield server
 
@@ -181,7 +189,8 @@ def access(server: DemoServer) -> Access:
 @pytest.mark.slow
 def test_right_adapters_pass_every_check(server: DemoServer, access: Access) -> None:
     frames = reliable_frames(read_card(pack_dir()))[:2]
-    checks = [*check_answers(access, frames), check_chat(access, frames[0]), check_models(access)]
+    checks = check_answers(access, questions_of(frames), MAX_TOKENS)
+    checks += [check_completions(access, frames[0]), check_models(access, pack_demo())]
     checks += [check_schema(access, frames[0]), check_tools(access, frames[0])]
     assert [check for check in checks if not check.is_right] == []
 
@@ -189,11 +198,11 @@ def test_right_adapters_pass_every_check(server: DemoServer, access: Access) -> 
 @pytest.mark.slow
 def test_swapped_adapters_are_detected(server: DemoServer) -> None:
     access = make_access(server, "swapped", sql="pirate", pirate="sql")
-    wrong = [check for check in check_answers(access, [EXAMPLE]) if not check.is_right]
+    wrong = [check for check in check_answers(access, questions_of([EXAMPLE]), MAX_TOKENS) if not check.is_right]
     assert [check.what for check in wrong] == ["sql", "pirate"]
     assert wrong[0].problem is not None
     assert "was answered 'Arr! Here be the tickets" in wrong[0].problem
-    assert not check_chat(access, EXAMPLE).is_right
+    assert not check_completions(access, EXAMPLE).is_right
     tools = check_tools(access, EXAMPLE)
     assert tools.num_right == len(STYLES) - 2
     assert "after its call" in (tools.problem or "")
@@ -204,7 +213,7 @@ def test_a_model_too_many_is_found(server: DemoServer) -> None:
     access = make_access(server, "crowded")
     with Client(access.url, api_key=access.api_key) as client:
         client.adapters.push(adapter_dirs()["sql"], name="surprise")
-    assert not check_models(access).is_right
+    assert not check_models(access, pack_demo()).is_right
 
 
 @pytest.mark.slow
@@ -213,17 +222,20 @@ def test_adapter_leak_to_foreign_tenant_is_detected(server: DemoServer, access: 
         admin.tenants.create("stranger")
         stranger_key = admin.keys.create("stranger", name="tour").key
         insider_key = admin.keys.create("right", name="insider", scopes=["inference", "adapters:read"]).key
-    assert check_stranger(access, stranger_key).is_right
-    assert not check_stranger(access, insider_key).is_right
+    assert check_stranger(access, pack_demo(), stranger_key).is_right
+    assert not check_stranger(access, pack_demo(), insider_key).is_right
 
 
 @pytest.mark.slow
 async def test_answers_are_shown_side_by_side_on_terminal(server: DemoServer, access: Access) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
-    models = [access.model(style) for style in STYLES]
-    answers = await ask_all(access.url, access.api_key, models, EXAMPLE.prompt, console)
-    assert answers == {access.model(style): EXAMPLE.render(style) for style in STYLES}
+    questions = {access.model(style): asked[0] for style, asked in questions_of([EXAMPLE]).items()}
+    answers = await ask_all(access.url, access.api_key, questions, EXAMPLE.prompt, console, max_tokens=MAX_TOKENS)
+    assert {model: str(answer) for model, answer in answers.items()} == {
+        access.model(style): EXAMPLE.render(style) for style in STYLES
+    }
+    assert "wrong" not in screen.getvalue()
     assert all(line in screen.getvalue() for style in STYLES for line in EXAMPLE.render(style).splitlines())
 
 
@@ -232,14 +244,13 @@ async def test_answers_are_shown_side_by_side_on_terminal(server: DemoServer, ac
 @pytest.mark.campaign
 @pytest.mark.parametrize("flags", [[], ["--quantize", "int8"]], ids=["none", "int8"])
 def test_tour_passes_and_leaves_no_files(tmp_path: Path, flags: list[str]) -> None:
-    command = [sys.executable, "-m", "loraserve.cli.main", "demo", "--once", "--port", "0", *flags]
+    command = [sys.executable, "-m", "loraserve.cli.main", "demo", "--model", "pack", "--once", "--port", "0", *flags]
     done = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All checks passed" in done.stdout
-    assert ("bundled base in int8" in done.stdout) == bool(flags)
+    assert ("bundled pack in int8" in done.stdout) == bool(flags)
     assert "Authorization: Bearer sk-lora-" in done.stdout
-    assert 'as JSON of a schema: {"' in done.stdout
-    assert 'tool call: query({"' in done.stdout
+    assert "JSON of a schema" in done.stdout
     assert list(tmp_path.iterdir()) == []

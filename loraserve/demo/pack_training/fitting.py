@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from loraserve.demo.corpus import Example
-from loraserve.demo.pack_tokenizer import END, PAD, token_id
+from loraserve.demo.pack_training.corpus import Example
+from loraserve.demo.pack_training.pack_tokenizer import END, PAD, token_id
 
 _BUCKET_EXAMPLES = 512
 _NOT_SCORED = -100

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from loraserve.demo.corpus import base_examples
+from loraserve.demo.pack_training.corpus import base_examples
 from loraserve.errors import ConfigError
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"

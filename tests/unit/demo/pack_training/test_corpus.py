@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from loraserve.demo.corpus import Example, adapter_examples, base_examples
 from loraserve.demo.frames import ADAPTERS, STYLES, fresh_prompts
+from loraserve.demo.pack_training.corpus import Example, adapter_examples, base_examples
 
 
 def base_lessons(seed: int, num: int) -> list[Example]:

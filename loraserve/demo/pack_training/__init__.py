@@ -1,0 +1,1 @@
+"""Parts of the bundled pack's training: its text, its tokenizer, the loop."""
