@@ -43,6 +43,9 @@ def serve(prepare: Callable[[bytes], Answer], *, max_work_bytes: int, niceness: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(niceness)
+    # The bound on files would cut the bytecode of modules imported below, which Python keeps for
+    # later processes: where an installer compiles none, as uv doesn't, none could import them.
+    sys.dont_write_bytecode = True
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_WORDS_BYTES, MAX_WORDS_BYTES))

@@ -36,6 +36,8 @@ def answer(question):
         case "flood":
             for _ in range(100):
                 os.write(2, b"x" * 1000)
+        case "import":
+            import large
         case "abort":
             os.abort()
         case "exit":
@@ -92,6 +94,14 @@ async def test_extra_process_output_is_bounded(process: WorkerProcess) -> None:
         await process.ask(b"flood", 20, 20)
     # the write fails, which is an exception here
     assert caught.value.death is Death.CRASH
+
+
+async def test_bounded_process_keeps_no_cut_bytecode(process: WorkerProcess, tmp_path: Path) -> None:
+    """A file longer than the process may write would break the module for every later one."""
+    (tmp_path / "large.py").write_text("\n".join(f"name_{n} = 'text {n}'" for n in range(3000)))
+    assert await process.ask(b"import", 30.0, 30.0) == b"done"
+    cache = tmp_path / "__pycache__"
+    assert not [name for name in os.listdir(cache) if name.startswith("large.")]
 
 
 async def test_no_descriptor_is_left(process: WorkerProcess) -> None:
