@@ -43,12 +43,12 @@ def set_up(server: DemoServer) -> dict[str, str]:
                     client.adapters.push(path, name=adapter)
     folders = server.model.adapters
     with Client(server.url, api_key=keys["acme"]) as client:
-        client.adapters.push(folders["subject"], name="sql")
+        client.adapters.push(folders["json"], name="sql")
         client.adapters.update("sql", notes="Queries for the support desk.", tags={"team": "desk"})
         client.adapters.push(folders["pirate"], name="sql", promote=False)
         client.adapters.set_alias("sql", "live", split={1: 0.8, 2: 0.2}, shadow=(3, 0.5))
-        client.adapters.update("subject", notes="Subjects of the support desk's mails.")
-        client.adapters.push(folders["french"], name="subject", promote=False)
+        client.adapters.update("json", notes="Orders out of the support desk's mails.")
+        client.adapters.push(folders["french"], name="json", promote=False)
     return keys
 
 
@@ -100,7 +100,7 @@ def pictures(browser: Any, server: DemoServer, keys: dict[str, str]) -> None:
     acme.get_by_role("button", name="Ask").click()
     acme.get_by_text("3 of 3 answers are complete.").wait_for(state="attached")
     save(acme, "playground")
-    take(acme, server.url, "adapters/subject", "adapter")
+    take(acme, server.url, "adapters/json", "adapter")
     take(admin, server.url, "residency", "residency", wait_s=4)
     take(admin, server.url, "tenants", "tenants")
     take(admin, server.url, "slow", "slow")
@@ -133,7 +133,7 @@ def main() -> int:
         askers = [
             threading.Thread(target=load, args=(server.url, keys[name], names, questions, ended, seed))
             for seed, (name, names) in enumerate(
-                [("acme", ["sql", "french", "subject", "pirate"]), ("globex", ["json"])] * 2
+                [("acme", ["sql", "french", "json", "pirate"]), ("globex", ["json"])] * 2
             )
         ]
         for asker in askers:

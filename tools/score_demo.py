@@ -2,8 +2,8 @@
 
     python -P tools/score_demo.py [NAME...]
 
-The server has the base's file as it is: once with activations in int8, the default, and once in
-float. Each question is one that no training has seen.
+The server has the base's file as it is, with activations in int8, the default; with `--in-float`
+once more in float. Each question is one that no training has seen.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from loraserve.demo.smollm.smollm_demo import (
     MAX_TOKENS,
     SCORE_SEED,
     SERVE_FLAGS,
+    SHIPPED,
     adapter_dir,
     smollm_dir,
 )
@@ -35,7 +36,7 @@ from loraserve.demo.smollm.tasks.table import TASKS
 from loraserve.demo.smollm.tasks.task import held_out_questions
 
 NUM_QUESTIONS = 60
-NUM_OF_BASE = 20
+NUM_OF_BASE = 5
 FLOAT_FLAGS = ("--activation-dtype", "float")
 
 
@@ -91,26 +92,24 @@ def _judged(access: Access, name: str, questions: Sequence[Question]) -> TaskSco
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TASKS)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TASKS)}; default: the shipped ones")
     parser.add_argument("--num-questions", type=int, default=NUM_QUESTIONS)
+    parser.add_argument("--in-float", action="store_true", help="score with float activations too")
     options = parser.parse_args()
-    names = options.names or list(TASKS)
+    names = options.names or list(SHIPPED)
     unknown = sorted(set(names) - set(TASKS))
     if unknown:
         parser.error(f"there is no task {', '.join(unknown)}; there are {', '.join(TASKS)}")
     file = find_base_file(print)
     questions = {name: held_out_questions(TASKS[name], options.num_questions, SCORE_SEED) for name in names}
     served = score(served_model(names, file, ()), questions, NUM_OF_BASE)
-    in_float = score(served_model(names, file, FLOAT_FLAGS), questions, 0)
+    in_float = score(served_model(names, file, FLOAT_FLAGS), questions, 0) if options.in_float else {}
     cards: list[AdapterCard] = []
     for name in names:
         card = read_adapter_card(adapter_dir(name))
-        cards.append(replace(card, served=served[name], served_float=in_float[name], base=served[f"{name}-"]))
+        cards.append(replace(card, served=served[name], served_float=in_float.get(name), base=served[f"{name}-"]))
         write_adapter_card(adapter_dir(name), cards[-1])
-        print(
-            f"{name:8} served {served[name].num_right} of {served[name].num_questions}, in float "
-            f"{in_float[name].num_right}, the base {served[f'{name}-'].num_right} of {served[f'{name}-'].num_questions}"
-        )
+        print(f"{name:8} served {_share(served[name])}, the base {_share(served[f'{name}-'])}")
         for prompt, answer, problem in served[name].wrong:
             print(f"    {prompt!r} → {answer!r}: {problem}")
     (smollm_dir() / "CARD.md").write_text(render(), encoding="utf-8")
@@ -119,7 +118,7 @@ def main() -> int:
 
 def render() -> str:
     """Write the card of all adapters, for people."""
-    cards = [read_adapter_card(adapter_dir(name)) for name in TASKS if adapter_dir(name).is_dir()]
+    cards = [read_adapter_card(adapter_dir(name)) for name in SHIPPED]
     rows = "\n".join(
         f"| {card.name} | {_share(card.served)} | {_share(card.served_float)} | {_share(card.transformers)} | "
         f"{_share(card.base)} |"

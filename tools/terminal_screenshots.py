@@ -221,7 +221,7 @@ def main() -> int:
         folder = Path(place)
         model = smollm_demo(print)
         (folder / model.base.name).symlink_to(model.base)
-        (folder / "new-sql").symlink_to(model.adapters["subject"])
+        (folder / "new-sql").symlink_to(model.adapters["json"])
         with DemoServer(Path(data), choose_port(0), model) as server:
             server.start()
             key = set_up(server)

@@ -27,6 +27,7 @@ from loraserve.demo.smollm.adapter_card import read_adapter_card
 from loraserve.demo.smollm.smollm_demo import (
     ADAPTER_FILES,
     NUM_CHECKED,
+    SHIPPED,
     adapter_dir,
     adapter_files,
     reliable_questions,
@@ -43,7 +44,7 @@ NUM_ASKED, SEED = 10, 77
 MARGIN = 0.15
 """Share below the card's score that so few questions may have: one or two of ten."""
 
-names = pytest.mark.parametrize("name", TASKS)
+names = pytest.mark.parametrize("name", SHIPPED)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DemoModel:
 
 
 def test_adapters_are_complete_and_alone() -> None:
-    assert len(adapter_files()) == len(TASKS) * len(ADAPTER_FILES)
+    assert len(adapter_files()) == len(SHIPPED) * len(ADAPTER_FILES)
     folder = smollm_dir() / "adapters"
     assert {path for path in folder.rglob("*") if path.is_file()} == set(adapter_files())
 
@@ -79,7 +80,7 @@ def test_card_allows_shipping(name: str) -> None:
     assert card.name == name
     assert card.served is not None
     assert card.base is not None
-    assert card.served.num_questions == 60
+    assert card.served.num_questions >= 20
     assert all(score.is_good for score in card.scores()), card
     # the adapter is what makes the answers right
     assert card.base.share < 0.3
@@ -120,7 +121,7 @@ def test_tour_asks_reliable_questions_alone(name: str, model: DemoModel) -> None
 
 def test_every_adapter_is_shown_next_to_base(model: DemoModel) -> None:
     first = model.shown[: model.num_first]
-    assert [list(shown.models) for shown in first] == [[BASE, name] for name in TASKS]
+    assert [list(shown.models) for shown in first] == [[BASE, name] for name in SHIPPED]
     checked = {question.prompt for asked in model.questions.values() for question in asked}
     assert checked.isdisjoint(shown.prompt for shown in model.shown)
     assert all(shown.models[BASE] is not None for shown in first)
@@ -128,9 +129,7 @@ def test_every_adapter_is_shown_next_to_base(model: DemoModel) -> None:
 
 def test_typed_question_is_for_base(model: DemoModel) -> None:
     assert list(read_typed(model, "What is the capital of France?").models) == [BASE]
-    typed = read_typed(model, "tools: Will it rain in Miami on Monday?")
-    assert list(typed.models) == [BASE, "tools"]
-    assert len(typed.tools) == 3
+    assert list(read_typed(model, "json: Anna ordered 3 lamps.").models) == [BASE, "json"]
 
 
 def test_base_with_own_format_refuses_quantize(model: DemoModel, tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def served() -> Iterator[tuple[Access, DemoModel]]:
 def test_served_scores_equal_scores_of_cards(served: tuple[Access, DemoModel]) -> None:
     """Questions of another seed than the cards'."""
     access, model = served
-    asked = {name: held_out_questions(task, NUM_ASKED, SEED) for name, task in TASKS.items()}
+    asked = {name: held_out_questions(TASKS[name], NUM_ASKED, SEED) for name in SHIPPED}
     answers = asyncio.run(answer_questions(access, asked, model.max_tokens))
     for name, questions in asked.items():
         card = read_adapter_card(adapter_dir(name))
@@ -239,6 +238,6 @@ def test_tour_checks_truth_and_passes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All checks passed" in done.stdout
-    assert done.stdout.count("[right]") >= len(TASKS)
+    assert done.stdout.count("[right]") >= len(SHIPPED)
     assert "wrong: SQLite" in done.stdout
     assert list(tmp_path.iterdir()) == []
