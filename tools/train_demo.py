@@ -44,7 +44,7 @@ from loraserve.text.tool_parsers.parser import ArgumentsDelta, CallStart, TextDe
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SEED = 1
-NUM_SCORED = 12
+NUM_SCORED = 24
 BATCH_SIZE = 12
 MAX_NEW_TOKENS = 72
 CONTINUED_SHARE = 0.25
@@ -322,9 +322,10 @@ def train(name: str, file: Path, recipe: AdapterRecipe) -> AdapterCard:
     loss = fit(base, rows, recipe, name)
     training_s = time.process_time() - began
     model.eval()
-    found = score(model, prompts, held_out_questions(task, NUM_SCORED, SCORE_SEED))
     directory = adapter_dir(name)
+    # what is shipped is what is scored
     save(model, directory)
+    found = score(model.float(), prompts, held_out_questions(task, NUM_SCORED, SCORE_SEED))
     card = AdapterCard(
         name=name,
         recipe=recipe,

@@ -15,8 +15,9 @@ from torch import Tensor
 from benchmarks.gpu.close import holds
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve.engine.execution.sampler import MIN_TEMPERATURE, draw, uniform
+from loraserve.engine.execution.sampler import MIN_TEMPERATURE, uniform
 from loraserve.types import SamplingParams
+from loraserve_kernels.cpu.sampling.drawing import Draw, draw_torch
 from loraserve_kernels.gpu.sampling.masks import LOWEST, MaskRows, allowed_logits
 from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
@@ -66,7 +67,8 @@ def _check(machine: Machine, count: int, vocab: int, std: float) -> list[Row]:
     on_host, wrong, near = logits.cpu(), [], 0
     for i, (row, p) in enumerate(zip(on_host, params, strict=True)):
         u = uniform(p.seed, i)
-        expected = int(row.argmax()) if p.temperature <= MIN_TEMPERATURE else draw(row.clone(), p, u)
+        of_row = Draw(p.temperature, p.top_k, p.top_p, p.min_p, u)
+        expected = int(row.argmax()) if p.temperature <= MIN_TEMPERATURE else draw_torch(row, of_row)
         if int(tokens[i]) != expected:
             if p.temperature > MIN_TEMPERATURE and distance(row, p, u) < NEAR:
                 near += 1

@@ -66,7 +66,8 @@ class DemoServer:
             EngineUnavailable: the server ended, or isn't ready in time; the message has what it was
                 at and the end of its log.
         """
-        self._check_format()
+        if self.model.is_quantized:
+            check_float(self.model.title, self.quantize)
         check_port(self.port)
         model = self.model
         command = [sys.executable, "-m", "loraserve.cli.main", "serve", "--model", str(model.base)]
@@ -85,13 +86,6 @@ class DemoServer:
                 command, cwd=self.data_dir, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         self._wait_until_ready(self._process)
-
-    def _check_format(self) -> None:
-        if self.model.is_quantized and self.quantize != "none":
-            raise ConfigError(
-                f"{self.model.title} is served in the format of its file; it can't be rounded to {self.quantize}.",
-                hint=f"The bundled pack can: loraserve demo --model pack --quantize {self.quantize}",
-            )
 
     def stop(self) -> int | None:
         """End the process and return its exit code, or None if it wasn't running.
@@ -167,6 +161,19 @@ class DemoServer:
         """Format the end of the log as part of a message."""
         tail = self.log_tail()
         return f"Its log ends:\n{tail}" if tail else "Its log is empty."
+
+
+def check_float(title: str, quantize: str) -> None:
+    """Check that nothing rounds a base that has a format of its own.
+
+    Raises:
+        ConfigError: something does.
+    """
+    if quantize != "none":
+        raise ConfigError(
+            f"{title} is served in the format of its file; it can't be rounded to {quantize}.",
+            hint=f"The bundled pack can: loraserve demo --model pack --quantize {quantize}",
+        )
 
 
 def check_port(port: int) -> None:

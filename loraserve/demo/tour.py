@@ -50,7 +50,7 @@ def run_tour(
     """
     console = console or Console()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="loraserve-demo-") as directory, _terminable():
+    with tempfile.TemporaryDirectory(prefix="loraserve-demo-") as directory, terminable():
         try:
             server = DemoServer(Path(directory), choose_port(port), model, quantize, tell=teller(console))
             with server:
@@ -208,7 +208,7 @@ def _ended(server: DemoServer, console: Console) -> int:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """End the tour on SIGTERM or a closed terminal as on Ctrl-C.
 
     So no server is left behind.

@@ -73,6 +73,19 @@ def test_tenant_rotates_and_revokes_keys(open_console: Open, server: ServerProce
         list(gone.adapters.list())
 
 
+def test_own_key_stays_while_successor_is_read(open_console: Open, server: ServerProcess, maker: str) -> None:
+    console = open_console(maker)
+    page = console.page
+    console.show("tenants", "Tenant")
+    page.get_by_role("button", name="Rotate maker").click()
+    console.dialog().get_by_text("sign in with the new one").wait_for()
+    assert console.dialog().get_by_label("The old one").get_by_text("ends at once").count() == 0
+    console.dialog().get_by_role("button", name="Rotate").click()
+    secret = page.locator(".note code").inner_text()
+    with Client(server.url, api_key=secret) as new, Client(server.url, api_key=maker) as old:
+        assert {key.name for key in new.keys.list()} == {key.name for key in old.keys.list()}
+
+
 def test_key_without_scope_sees_no_keys(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     console.show("tenants", "Tenant")

@@ -44,7 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a database's own secret": {"database": {"urlFrom": {"secret": "pg-app", "key": "uri"}}},
     "three replicas": {"replicas": 3, "autoscaling": {"enabled": False}},
     "TLS": {"ingress": {"enabled": True, "className": "nginx", "tlsSecret": "tls", "annotations": {"a": "b"}}},
-    "settings": {"settings": {"QUANTIZE": "int8", "CONSOLE": False, "MAX_NUM_SEQS": 16}},
+    "settings": {
+        "settings": {"QUANTIZE": "int8", "CONSOLE": False, "MAX_NUM_SEQS": 16, "RESULT_CACHE_BYTES": 1073741824}
+    },
 }
 BESIDE = {"app.kubernetes.io/instance", "app.kubernetes.io/version", "app.kubernetes.io/managed-by", "helm.sh/chart"}
 """Labels that Helm's resources have beside the kustomizations'."""
@@ -287,6 +289,7 @@ def test_pod_has_time_to_drain(tmp_path: Path) -> None:
         ({"replica": 3}, "replica"),
         ({"replicas": 0}, "replicas"),
         ({"database": {"kind": "mysql"}}, "kind"),
+        ({"secret": ""}, "database.kind is postgres, but no Secret has its URL"),
         ({"store": {"url": "file:///data"}}, "url"),
         ({"gpu": {"count": "two"}}, "count"),
         ({"gateway": {"class": "istio"}}, "class"),

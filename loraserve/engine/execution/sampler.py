@@ -19,6 +19,9 @@ from loraserve.types import ThinkingBudget, TokenLogprobs
 from loraserve_kernels.cpu.sampling.drawing import Draw, draw
 from loraserve_kernels.cpu.sampling.likeliest import NOT_FINITE, likeliest
 
+_MAX_LOGIT = 1e30
+"""Logits that penalties make larger are this."""
+
 _MAX_BLANKS = 4
 """Tokens of white space that an answer may have before its reasoning."""
 
@@ -396,7 +399,9 @@ def _apply_penalties(row: Tensor, place: Place) -> None:
     if params.repetition_penalty != 1.0:
         seen: Tensor = torch.unique(torch.tensor(place.token_ids, dtype=torch.int64))
         logits = row[seen]
-        row[seen] = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        # a tiny penalty makes infinity of a logit, which no distribution has
+        row[seen] = penalized.clamp(max=_MAX_LOGIT)
     if (params.presence_penalty or params.frequency_penalty) and place.output_token_ids:
         output = torch.tensor(place.output_token_ids, dtype=torch.int64)
         ids, counts = torch.unique(output, return_counts=True)

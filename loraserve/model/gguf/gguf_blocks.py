@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraserve.errors import ModelError
 from loraserve.model.config.gguf_types import BLOCK_FORMATS
 from loraserve_kernels.common.formats import PACKED_FORMATS
 from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles, powers_of_two
@@ -193,7 +194,10 @@ def _iq4_xs(blocks: Tensor) -> _Groups:
 
 
 def _mxfp4(blocks: Tensor) -> _Groups:
-    return _Groups(_nibbles(blocks[..., 1:]), powers_of_two(blocks[..., 0]), None)
+    scales = powers_of_two(blocks[..., 0])
+    if not bool(scales.isfinite().all()):
+        raise ModelError("A block of MXFP4 has the scale NaN.", hint="The file is damaged: download it again.")
+    return _Groups(_nibbles(blocks[..., 1:]), scales, None)
 
 
 _UNPACK: Mapping[str, Callable[[Tensor], _Groups]] = {

@@ -298,5 +298,6 @@ async def _remove_ended(session: AsyncSession, tenant: TenantId, now: datetime) 
     """
     working = select(ApiKey.id).where(ApiKey.tenant_id == tenant, *is_usable(now))
     ended = select(ApiKey.id).where(ApiKey.tenant_id == tenant, ApiKey.id.not_in(working))
-    oldest = ended.order_by(ApiKey.id.desc()).offset(LIMITS.max_ended_keys_per_tenant)
+    end = func.coalesce(ApiKey.revoked_at, ApiKey.expires_at)
+    oldest = ended.order_by(end.desc(), ApiKey.id.desc()).offset(LIMITS.max_ended_keys_per_tenant)
     await session.execute(delete(ApiKey).where(ApiKey.id.in_(oldest)).execution_options(synchronize_session=False))

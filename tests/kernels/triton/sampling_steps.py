@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraserve.engine.execution.sampler import draw, uniform
+from loraserve.engine.execution.sampler import uniform
 from loraserve.types import SamplingParams
+from loraserve_kernels.cpu.sampling.drawing import Draw, draw_torch
 from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample
 
 NEAR = 1e-6
@@ -69,7 +70,8 @@ def run(
 def by_engine(row: Tensor, params: SamplingParams, position: int) -> int:
     if params.temperature <= 1e-5:
         return int(row.argmax())
-    return draw(row.clone(), params, uniform(params.seed, position))
+    of_row = Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform(params.seed, position))
+    return draw_torch(row, of_row)
 
 
 def by_rule(row: Tensor, params: SamplingParams, position: int) -> tuple[int, float]:

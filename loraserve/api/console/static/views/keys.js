@@ -64,7 +64,7 @@ export function Keys({ keys, root, of, me, onChanged }) {
       setMade(key);
       onChanged();
     }} />
-    ${acting?.action === "rotate" && html`<${Rotation} known=${acting.key} root=${root} of=${of} onClose=${close} onMade=${(key) => {
+    ${acting?.action === "rotate" && html`<${Rotation} known=${acting.key} isOwn=${acting.key.id === me.key_id} root=${root} of=${of} onClose=${close} onMade=${(key) => {
       setMade(key);
       onChanged();
     }} />`}
@@ -131,15 +131,17 @@ function NewKey({ root, of, me, onMade }) {
   </form>`;
 }
 
-function Rotation({ known, root, of, onClose, onMade }) {
-  const [overlap, setOverlap] = useState(0);
+// The session's own key ends later: the new one has to be read and signed in with before.
+function Rotation({ known, isOwn, root, of, onClose, onMade }) {
+  const overlaps = isOwn ? OVERLAPS.filter(([value]) => value > 0) : OVERLAPS;
+  const [overlap, setOverlap] = useState(overlaps[0][0]);
   const at = `${root}/${path(known.id)}/rotate`;
   return html`<${Confirm} title=${`Rotate ${known.name}?`} label="Rotate" onClose=${onClose}
     run=${async () => onMade(await api.post(at, { overlap_s: overlap }))}>
     <div class="stack">
-      <p>A new key of the same name, scopes and end takes its place.</p>
+      <p>A new key of the same name, scopes and end takes its place.${isOwn ? " It is the key of this session: sign in with the new one before the old one ends." : ""}</p>
       <label><span>The old one</span><select value=${overlap} onChange=${(event) => setOverlap(Number(event.currentTarget.value))}>
-        ${OVERLAPS.map(([value, text]) => html`<option value=${value} selected=${value === overlap}>${text}</option>`)}</select></label>
+        ${overlaps.map(([value, text]) => html`<option value=${value} selected=${value === overlap}>${text}</option>`)}</select></label>
       <${CopyAs} recipe=${() => ({
         curl: curl("POST", at, { json: { overlap_s: overlap } }),
         python: python(`made = ${call("client.keys.rotate", [of, known.id], { overlap_s: overlap || undefined })}\nprint(made.key)`),

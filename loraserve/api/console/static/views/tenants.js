@@ -63,7 +63,7 @@ function OwnTenant({ me, name }) {
 
 // An admin that acts for a tenant sees its keys here too.
 function OwnKeys({ me, name }) {
-  const keys = useLoaded(() => all("/api/v1/keys"), [name]);
+  const keys = useLoaded(() => all("/api/v1/keys", { most: 2000 }), [name]);
   if (keys.error && !keys.value) return html`<${Failure} error=${keys.error} again=${() => keys.reload()} />`;
   if (!keys.value) return html`<${Loading} what="keys" />`;
   return html`<${Keys} keys=${keys.value.items} root="/api/v1/keys" of=${null} me=${me} onChanged=${() => keys.reload(true)} />`;
@@ -156,7 +156,7 @@ function NewTenant({ onClose, onMade }) {
 
 function TenantDialog({ me, tenant, name, onClose, onChanged }) {
   const root = `/api/v1/tenants/${path(name)}`;
-  const keys = useLoaded(() => all(`${root}/keys`), [name]);
+  const keys = useLoaded(() => all(`${root}/keys`, { most: 2000 }), [name]);
   const usage = useLoaded(() => all(usageUrl("adapter", name)), [name]);
   return html`<${Dialog} title=${name} onClose=${onClose} isWide>
     ${tenant && html`<${LimitsForm} tenant=${tenant} root=${root} onChanged=${onChanged} />`}
