@@ -34,7 +34,7 @@ class StreamedAnswer:
 
     @property
     def verdict(self) -> str:
-        """What a finished answer is found to be; empty where nothing judges it."""
+        """Finding on a finished answer; empty where nothing judges it."""
         if self.question is None or not self.is_done:
             return ""
         problem = self.question.judge(self.answer)

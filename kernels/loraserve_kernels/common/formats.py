@@ -6,7 +6,7 @@ FORMATS = ("int8", "int4", "nf4", "fp8")
 STORED_FORMATS = (*FORMATS, "mxfp4")
 """Formats that a checkpoint may hold; weights aren't rounded to the last."""
 PACKED_FORMATS = ("int4", "nf4", "mxfp4")
-"""Those of which a byte holds two codes."""
+"""Formats of which a byte holds two codes."""
 GROUP_SIZES = (32, 64, 128)
 """Group sizes of int4, and of int8 and fp8 where they have groups."""
 CPU_GROUP_SIZES = (16, *GROUP_SIZES)

@@ -66,7 +66,7 @@ MXFP4_CODE: tuple[float, ...] = tuple(
 )
 """Numbers of float4_e2m1 by their code; the last eight are the first ones negated."""
 TABLES = {"nf4": NF4_CODE, "mxfp4": MXFP4_CODE}
-"""What the sixteen codes of a format mean, where that is no line."""
+"""Numbers that the sixteen codes of a format mean, where they lie on no line."""
 
 _LARGEST_FP8 = 448.0
 # a group of zeros must not divide by zero

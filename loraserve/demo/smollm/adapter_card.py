@@ -59,7 +59,7 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCard:
-    """How an adapter was trained, and its scores.
+    """Recipe and scores of an adapter.
 
     Attributes:
         num_questions, num_tokens: different ones of the training.

@@ -25,7 +25,7 @@ _TOP_P_CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """How a row's token is drawn.
+    """Rule by which a row's token is drawn.
 
     The distribution is softmax(row / temperature), cut to the `top_k` likeliest tokens, then to the
     fewest that hold `top_p` of the rest, then to those with `min_p` times the largest probability:

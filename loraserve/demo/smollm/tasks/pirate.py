@@ -36,7 +36,7 @@ SAYINGS = {
     "stop": "avast",
     "there": "yonder",
 }
-"""What a pirate says in place of a word."""
+"""Words, and the words of a pirate in their place."""
 _SENTENCES = (
     "Where is the {city} train?",
     "{name} is my friend.",

@@ -21,10 +21,10 @@ Part = Literal["train", "held_out"]
 
 MAX_QUESTIONS = 2_000
 _HELD_OUT_SHARE = 4
-"""One word in this many is held out."""
+"""Number of words of which one is held out."""
 _LISTED_SHARE = 0.3
 _HELD_OUT_COMBINATIONS = 5
-"""One combination of words in this many is held out, of tasks whose words are few."""
+"""Number of combinations of words of which one is held out, in tasks whose words are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def is_held_out(*words: str) -> bool:
 
 
 class Task(ABC):
-    """What an adapter is trained for.
+    """Purpose of an adapter's training.
 
     Attributes:
         name: the adapter's name.
