@@ -28,7 +28,7 @@ NOBODY = {"LORASERVE_URL": "http://127.0.0.1:9", "LORASERVE_API_KEY": "sk-lora-t
         ["adapter", "show", "sql@latest"],
         ["adapter", "alias", "sql", "live", "0"],
         ["adapter", "list", "--format", "xml"],
-        ["key", "list"],
+        ["key", "revoke"],
         ["run", "sql", "hello", "--raw", "--system", "x"],
         ["run", "sql", "hello", "--max-tokens", "0"],
         ["adapter", "alias", "sql", "live", "3", "--split", "3=90,4=10"],
