@@ -153,7 +153,7 @@ def test_installed_package_imports_no_torch(wheel: Path) -> None:
 
 
 def test_client_and_server_share_no_file(wheel: Path, parts: dict[str, Path]) -> None:
-    """What either has stays when the other is removed, but for the command, which both name."""
+    """Each keeps its modules when the other is removed, but not the command, which both name."""
     client, server = files_of(parts["client"]), files_of(parts["server"])
     assert client & server == set()
     assert client | server == files_of(wheel)

@@ -45,7 +45,7 @@ def run(kind: str, text: str, key: str, folder: Path) -> str:
 
 
 def copied(place: Any, kind: str) -> str:
-    """What the place's folded commands say, in a language."""
+    """Read the place's folded commands, in a language."""
     box = place.locator("details.copy-as")
     if box.get_attribute("open") is None:
         box.locator("summary").click()

@@ -23,9 +23,10 @@ from loraserve_kernels.cpu.linear import chooser as chooser_module
 from loraserve_kernels.cpu.linear.candidates import Candidate
 from loraserve_kernels.cpu.linear.chooser import Chooser
 
+from . import avx2
+
 SCRIPT = Path(__file__).with_name("forced_kernels.py")
 LADDER = ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_AMX")
-AVX2_FEATURES = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+cx16,+64bit"
 AVX512_FEATURES = "+avx512f,+avx512cd,+avx512bw,+avx512dq,+avx512vl"
 MACHINES: dict[str, dict[str, str]] = {"as it is": {}}
 """Processors that this one can pass for: name → environment."""
@@ -35,13 +36,12 @@ if instructions.onednn() in map(str.lower, LADDER):
     MACHINES["everything with AVX2"] = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
-        "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": AVX2_FEATURES,
+        **avx2.NUMBA,
     }
     if "avx512" in instructions.onednn():
         MACHINES["numba with AVX-512 but no VNNI"] = {
             "NUMBA_CPU_NAME": "skylake-avx512",
-            "NUMBA_CPU_FEATURES": f"{AVX2_FEATURES},{AVX512_FEATURES}",
+            "NUMBA_CPU_FEATURES": f"{avx2.FEATURES},{AVX512_FEATURES}",
         }
 # rounded to 16 bits by libraries that sum in an order of their own
 NEARLY_EXACT = {"bf16"}
@@ -123,10 +123,10 @@ def test_avx2_overflow_of_16_bit_pairs_is_detected() -> None:
 @pytest.mark.parametrize(
     ("features", "instruction"),
     [
-        (AVX2_FEATURES, "vpmaddwd"),
-        (f"{AVX2_FEATURES},+avxvnni", "vpdpbusd"),
-        (f"{AVX2_FEATURES},{AVX512_FEATURES}", "vpmaddwd"),
-        (f"{AVX2_FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
+        (avx2.FEATURES, "vpmaddwd"),
+        (f"{avx2.FEATURES},+avxvnni", "vpdpbusd"),
+        (f"{avx2.FEATURES},{AVX512_FEATURES}", "vpmaddwd"),
+        (f"{avx2.FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
     ],
     ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
 )
@@ -151,10 +151,10 @@ def test_int8_kernel_uses_best_instruction_of_each_processor(tmp_path: Path, fea
 @pytest.mark.parametrize(
     ("features", "instruction"),
     [
-        (AVX2_FEATURES, "vpmaddubsw"),
-        (f"{AVX2_FEATURES},+avxvnni", "vpdpbusd"),
-        (f"{AVX2_FEATURES},{AVX512_FEATURES}", "vpmaddubsw"),
-        (f"{AVX2_FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
+        (avx2.FEATURES, "vpmaddubsw"),
+        (f"{avx2.FEATURES},+avxvnni", "vpdpbusd"),
+        (f"{avx2.FEATURES},{AVX512_FEATURES}", "vpmaddubsw"),
+        (f"{avx2.FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
     ],
     ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
 )

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels.cpu import instructions, threads
+from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.sampling.drawing import Draw, draw, draw_torch
 from loraserve_kernels.errors import TensorMismatch
+
+from .avx2 import run_tests, wider_processor
 
 WIDTHS = (16, 17, 31, 33, 511, 512, 513, 1040, 32003)
 UNIFORMS = (0.0, 1e-9, 0.1, 0.37, 0.5, 0.73, 0.9, 0.999, 1 - 2**-53)
@@ -137,7 +135,7 @@ def test_torch_draws_same_tokens(kind) -> None:  # type: ignore[no-untyped-def]
     assert wrong == []
 
 
-def test_token_is_independent_of_other_rows() -> None:
+def test_token_is_independent_of_cobatched_rows() -> None:
     torch.manual_seed(1)
     rows = torch.randn(70, 5003) * 3
     draws = draws_of(random.Random(1), len(rows))
@@ -201,14 +199,6 @@ def test_draws_are_same_on_every_processor() -> None:
 DRAWN = ([560, 995, 1184, 950, 1532, 2808, 2720, 2364], 1009656, 84646502191615)
 
 
-@pytest.mark.skipif("avx512" not in instructions.onednn(), reason="the tests above use AVX2 here")
+@wider_processor
 def test_a_processor_with_avx2_draws_the_same() -> None:
-    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+cx16,+64bit"
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", "not avx2"],
-        env={**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
+    run_tests(__file__)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.sampling.likeliest import NOT_FINITE, likeliest, likeliest_torch
+
+from .avx2 import run_tests, wider_processor
 
 WIDTHS = (1, 2, 7, 15, 16, 17, 33, 511, 512, 513, 1000, 32000)
 EACH = pytest.mark.parametrize("find", [likeliest, likeliest_torch])
@@ -65,14 +62,6 @@ def test_large_numbers_are_finite(find: Find) -> None:
     assert find(logits) == [0, NOT_FINITE]
 
 
-@pytest.mark.skipif("avx512" not in instructions.onednn(), reason="the tests above use AVX2 here")
+@wider_processor
 def test_a_processor_with_avx2_finds_the_same() -> None:
-    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+cx16,+64bit"
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", "not avx2"],
-        env={**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
+    run_tests(__file__)

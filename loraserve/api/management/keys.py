@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import APIRouter, Depends, Request
@@ -130,14 +131,7 @@ async def _create(request: Request, caller: Caller, owner: TenantId, place: str)
             once=once,
         )
 
-    return await answer_new_key(
-        request,
-        caller,
-        work,
-        location=lambda record: f"{place}/{record.id}",
-        resource=partial(resource_of, Key),
-        with_secret=_with_secret,
-    )
+    return await _answer(request, caller, work, place)
 
 
 async def _list(request: Request, owner: TenantId, limit: int, cursor: str | None) -> Response:
@@ -154,6 +148,12 @@ async def _rotate(request: Request, caller: Caller, owner: TenantId, key_id: str
             owner, key_id, overlap=body.overlap, actor=caller.key_id, maker=_maker(caller), once=once
         )
 
+    return await _answer(request, caller, work, place)
+
+
+async def _answer(
+    request: Request, caller: Caller, work: Callable[[Once[IssuedKey] | None], Awaitable[IssuedKey]], place: str
+) -> Response:
     return await answer_new_key(
         request,
         caller,

@@ -11,6 +11,7 @@ from loraserve.cli.arguments import duration
 from loraserve.cli.help import App
 from loraserve.cli.options import FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
+from loraserve.cli.tenants.rotation import SHOWN_ONCE, OverlapOption, describe_rotation, read_overlap
 
 app = App(help="Manage operators' keys and their roles (takes an admin key).", no_args_is_help=True)
 
@@ -31,7 +32,6 @@ NEW_COLUMNS = (
     Column("key", "key"),
 )
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of the key, from `admin-key list`.")]
-_ONCE = "The key is shown only now."
 
 
 @app.command()
@@ -56,7 +56,7 @@ def create(
     expires_at = None if lasts is None else datetime.now(UTC) + lasts
     with connected(format, url) as (output, client):
         output.one(client.admin_keys.create(name=name, role=role, expires_at=expires_at), NEW_COLUMNS, name="key")
-        output.note(_ONCE)
+        output.note(SHOWN_ONCE)
 
 
 @app.command("list")
@@ -73,19 +73,15 @@ def list_(url: UrlOption = None, format: FormatOption = None) -> None:
 @app.command()
 def rotate(
     key_id: IdArgument,
-    overlap: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Time for which the old key works on, e.g. 1h (default: none)."),
-    ] = None,
+    overlap: OverlapOption = None,
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
     """Put a new key of the same name, role and end in the place of one, and print its secret."""
-    lasts = duration(overlap)
+    overlap_s = read_overlap(overlap)
     with connected(format, url) as (output, client):
-        made = client.admin_keys.rotate(key_id, overlap_s=0.0 if lasts is None else lasts.total_seconds())
-        output.one(made, NEW_COLUMNS, name="key")
-        output.note(_ONCE + (" The old one is revoked." if lasts is None else f" The old one ends in {overlap}."))
+        output.one(client.admin_keys.rotate(key_id, overlap_s=overlap_s), NEW_COLUMNS, name="key")
+        output.note(describe_rotation(overlap))
 
 
 @app.command()

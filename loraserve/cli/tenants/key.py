@@ -11,6 +11,7 @@ from loraserve.cli.arguments import duration
 from loraserve.cli.help import App
 from loraserve.cli.options import FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
+from loraserve.cli.tenants.rotation import SHOWN_ONCE, OverlapOption, describe_rotation, read_overlap
 
 app = App(help="Manage a tenant's API keys (takes a key with keys:write, or an admin key).", no_args_is_help=True)
 
@@ -69,7 +70,7 @@ def create(
     with connected(format, url, named=_named(tenant)) as (output, client):
         made = client.keys.create(tenant, name=name, scopes=scope or None, expires_at=expires_at)
         output.one(made, NEW_COLUMNS, name="key")
-        output.note("The key is shown only now. Use it: export LORASERVE_API_KEY=…")
+        output.note(f"{SHOWN_ONCE} Use it: export LORASERVE_API_KEY=…")
 
 
 @app.command("list")
@@ -85,22 +86,15 @@ def list_(tenant: OfOption = None, url: UrlOption = None, format: FormatOption =
 def rotate(
     key_id: IdArgument,
     tenant: OfOption = None,
-    overlap: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Time for which the old key works on, e.g. 1h (default: none)."),
-    ] = None,
+    overlap: OverlapOption = None,
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
     """Put a new key of the same name, scopes and end in the place of one, and print its secret."""
-    lasts = duration(overlap)
+    overlap_s = read_overlap(overlap)
     with connected(format, url, named=_named(tenant)) as (output, client):
-        made = client.keys.rotate(tenant, key_id, overlap_s=0.0 if lasts is None else lasts.total_seconds())
-        output.one(made, NEW_COLUMNS, name="key")
-        output.note(
-            "The key is shown only now."
-            + (" The old one is revoked." if lasts is None else f" The old one ends in {overlap}.")
-        )
+        output.one(client.keys.rotate(tenant, key_id, overlap_s=overlap_s), NEW_COLUMNS, name="key")
+        output.note(describe_rotation(overlap))
 
 
 @app.command()

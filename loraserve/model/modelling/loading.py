@@ -46,15 +46,12 @@ from loraserve.model.modelling.expert_modules import (
     DOWN,
     GATE_UP,
     AdaptedExperts,
-    LinearsSite,
-    ParametersSite,
     PlacedExperts,
     ReferenceExperts,
     experts_spec,
     place_experts,
-    stored_linears,
-    stored_parameters,
 )
+from loraserve.model.modelling.expert_sites import LinearsSite, ParametersSite, stored_linears, stored_parameters
 from loraserve.model.modelling.first_batch import check_first_batch
 from loraserve.model.modelling.modelled_base import ModelledBase
 from loraserve.model.modelling.modelled_pass import Current, ReferenceEmbedding, ReferenceHead, ReferenceLinear
@@ -217,8 +214,7 @@ class _Loader:
             ConfigError, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong.
         """
         layers, head = self._skeleton.layers_path, self._head
-        # parts of quantized weights have names that no table of transformers' converts
-        tensors = {self._conversions.targets.get(name, name): one for name, one in self._checkpoint.tensors.items()}
+        tensors = self._named_tensors()
         shapes = {
             f"{layers}.{one.layer}.{one.path}": (one.out_features, one.in_features, one.has_bias)
             for one in self._placed
@@ -237,9 +233,9 @@ class _Loader:
             for path, shape in shapes.items()
         }
         stored = {path: weight for path, weight in found.items() if weight is not None}
-        of_experts = self._stored_experts()
-        tensors = {self._conversions.targets.get(name, name): one for name, one in self._checkpoint.tensors.items()}
-        stored |= of_experts
+        stored |= self._stored_experts()
+        # those of single experts aren't merged any more
+        tensors = self._named_tensors()
         quantize = self._asked
         if stored:
             check_contradiction(
@@ -342,6 +338,14 @@ class _Loader:
             group_size(quantize, one.in_features)
         site = self._make_site(self._plan(SiteKind.LAYER, one.layer, one.slot or "", path, one, quantize))
         self._sites[one.layer, one.path] = site
+
+    def _named_tensors(self) -> dict[str, StoredTensor]:
+        """Map the checkpoint's tensors by their names in the model.
+
+        Parts of quantized weights have names that no table of transformers' converts.
+        """
+        targets = self._conversions.targets
+        return {targets.get(name, name): tensor for name, tensor in self._checkpoint.tensors.items()}
 
     def _stored_experts(self) -> dict[str, StoredWeight]:
         """Find the experts' weights that the checkpoint holds quantized, by their paths.

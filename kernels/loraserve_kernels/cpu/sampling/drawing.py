@@ -15,7 +15,7 @@ from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.errors import TensorMismatch
 
 _MIN_WIDTH = 16
-"""Tokens of the narrowest row that the kernel takes: `drawing_kernel.MIN_WIDTH`."""
+"""Tokens of the narrowest row that the kernel takes: a group of its sums."""
 _MIN_PARALLEL_LOGITS = 1 << 14
 """Logits that aren't worth waking a second thread for."""
 _MAX_THREADS = 8

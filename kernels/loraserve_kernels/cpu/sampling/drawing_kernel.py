@@ -56,11 +56,10 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM, NUM_RULES = 0, 1, 2, 3, 4, 5
 NO_TOKEN = -1
 """The token of a row that isn't a distribution's."""
 
-MIN_WIDTH = 16
-"""Tokens of a row, at the least: its end is a whole group."""
-
 _GROUP, _BLOCK = 16, 512
-"""Weights that every processor adds in one order, and weights that have a sum of their own."""
+"""Weights that every processor adds in one order, of which a row has a whole group at least
+(`drawing._MIN_WIDTH`); and weights that have a sum of their own.
+"""
 _ONE_BITS, _BUCKET_SHIFT = 0x3F800000, 19
 """float32 of 1.0, the largest weight; bits below a bucket's, of which a power of 2 has 16."""
 _WEIGHTLESS = _ONE_BITS >> _BUCKET_SHIFT

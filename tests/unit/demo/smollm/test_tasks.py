@@ -89,7 +89,7 @@ def test_every_fourth_word_is_held_out() -> None:
 
 
 def test_french_training_has_every_word() -> None:
-    """What is held out is how words are combined."""
+    """Combinations of words are held out, not words."""
     words = {word for question in training(TASKS["french"]) for word in re.findall(r"[\w']+", question.expected)}
     asked = held_out_questions(TASKS["french"], 300, seed=2)
     assert {word for question in asked for word in re.findall(r"[\w']+", question.expected)} <= words

@@ -127,7 +127,7 @@ def test_damaged_experts_are_named(part: str, change: Any, error: type, message:
         load(tmp_path)
 
 
-def test_other_format_of_mxfp4_is_refused(tmp_path: Path) -> None:
+def test_rounding_of_mxfp4_checkpoint_is_refused(tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
     with pytest.raises(ConfigError, match="mxfp4"):
         load(tmp_path, quantize="int4")

@@ -38,7 +38,7 @@ async def test_only_hash_is_stored_and_repr_is_masked(database: Database, authen
     assert made.secret[:13] not in stored
 
 
-async def test_key_list_includes_revoked_and_excludes_other_tenants(authenticator: Authenticator) -> None:
+async def test_key_list_has_revoked_keys_of_tenant_alone(authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
     globex = (await authenticator.tenants.create("globex", actor="test")).id
     made = [
@@ -53,7 +53,7 @@ async def test_key_list_includes_revoked_and_excludes_other_tenants(authenticato
     assert (await authenticator.keys.list(globex)).items == ()
 
 
-async def test_other_tenants_key_reads_as_absent_when_revoking(authenticator: Authenticator) -> None:
+async def test_foreign_key_reads_as_absent_when_revoking(authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
     globex = (await authenticator.tenants.create("globex", actor="test")).id
     made = await authenticator.keys.create(acme, name="ci", actor="test")
@@ -209,7 +209,7 @@ async def test_key_rotation_keeps_scopes_and_name(authenticator: Authenticator, 
     assert [(row.actor, row.target) for row in rows] == [(mine, old.record.id), (mine, mine)]
 
 
-async def test_other_tenants_maker_has_no_power(authenticator: Authenticator) -> None:
+async def test_foreign_maker_has_no_power(authenticator: Authenticator) -> None:
     acme, maker = await make_maker(authenticator)
     globex = (await authenticator.tenants.create("globex", actor="test")).id
     theirs = await authenticator.keys.create(globex, name="x", actor="test")
