@@ -67,7 +67,7 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
     """Remove what wrappers have added to names from tensors and base.
 
     Raises:
-        AdapterFormatError: two tensors have one name then.
+        AdapterFormatError: two tensors have one name then, or all are of what reads images.
     """
     found: dict[str, None] = {}
     named: dict[str, TensorView] = {}
@@ -83,6 +83,13 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
                 hint="Save with PEFT's save_pretrained on the model without its wrappers.",
             )
         named[plain], origins[plain] = tensor, name
+    if tensors and not named:
+        raise AdapterFormatError(
+            f"All tensors are of what reads images, {shown(min(tensors), 200)} for example, and this base is served for "
+            "text.",
+            hint="Train linears of the language model, with target_modules "
+            r"'.*language_model.*\.(q_proj|v_proj)' for example.",
+        )
     roots = tuple(f"{path}.layers." for path in (_DECODER, *LANGUAGE_PATHS))
     if any(name.startswith(roots) for name in named) and not any(name.startswith(PREFIX) for name in named):
         named = {PREFIX + name: tensor for name, tensor in named.items()}

@@ -143,7 +143,7 @@ def _read_content(message: dict[str, Any], role: str, param: str) -> str:
         where = f"{param}.{index}"
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise UnsupportedParameter(f"{where}: this model reads text only.", param=where)
+            raise UnsupportedParameter(f"{where} is {kind[:40]!r}: this model reads text only.", param=where)
         text = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
         if not isinstance(text, str):
             raise InvalidRequest(f'{where} should be {{"type": "text", "text": "…"}}.', param=where)

@@ -160,7 +160,7 @@ def _parts(value: object, where: str) -> list[str]:
         if not isinstance(part, dict) or not isinstance(kind, str):
             raise InvalidRequest(f'{place} should be {{"type": "input_text", "text": "…"}}.', param=place)
         if kind not in _TEXTS and kind != "refusal":
-            raise UnsupportedParameter(f"{place}: this model reads text only.", param=place)
+            raise UnsupportedParameter(f"{place} is {kind[:40]!r}: this model reads text only.", param=place)
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise InvalidRequest(f'{place} should be {{"type": "{kind}", "text": "…"}}.', param=place)
