@@ -534,10 +534,12 @@ def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | No
     if nudged is not None and len(nudged):
         turned = turned.clone()
         turned[nudged] *= 1 + (torch.arange(x.shape[1], device=x.device) % 2 * 2 - 1) / 4096
-    groups = turned.reshape(x.shape[0], -1, rounding.group or x.shape[1])
+    # the first of equal ones, as kernels choose
+    outliers = turned.abs().sort(dim=1, descending=True, stable=True).indices[:, : rounding.num_outliers]
+    groups = turned.scatter(1, outliers, 0.0).reshape(x.shape[0], -1, rounding.group or x.shape[1])
     step = groups.abs().amax(2, keepdim=True) / rounding.levels
     rounded = torch.where(step > 0, torch.round(groups / step) * step, 0.0).view(x.shape)
-    return _rotated(rounded, rounding.rotation)
+    return _rotated(rounded.scatter(1, outliers, turned.gather(1, outliers)), rounding.rotation)
 
 
 def _rotated(x: Tensor, block: int) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.arithmetic import OUTLIERS
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
@@ -62,19 +63,30 @@ def rounded(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 33])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize("num_outliers", [0, OUTLIERS])
 def test_product_equals_rounded_groups(
-    out_features: int, in_features: int, group_size: int, num_tokens: int, kind: tuple[str, bool, str], zeros: str
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    num_tokens: int,
+    kind: tuple[str, bool, str],
+    zeros: str,
+    num_outliers: int,
 ) -> None:
     weight, x = make_weight(out_features, in_features, group_size, kind, zeros), make_rows(num_tokens, in_features)
     bias = torch.randn(out_features) if num_tokens % 3 == 0 else None
-    codes, scales, starts = g32_dot.quantize_groups(x)
+    codes, scales, starts, outliers = g32_dot.quantize_groups(x, num_outliers)
+    largest = x.abs().sort(dim=1, descending=True, stable=True).indices[:, :num_outliers]
+    assert torch.equal(outliers[..., 0].long(), largest)
+    assert torch.equal(outliers[..., 1], x.gather(1, largest))
     groups = codes.view(num_tokens, -1, 32)
     assert torch.equal(starts, -groups.sum(2).float())
     again = (groups.double() * scales[..., None]).view(x.shape)
     # a number in the middle between two codes may go to either
-    step = scales.repeat_interleave(32, 1)
-    assert ((again - rounded(x)).abs() <= 1.001 * step).all()
-    assert ((again - x).abs() <= 0.501 * step).all()
+    step, rest = scales.repeat_interleave(32, 1), x.scatter(1, largest, 0.0)
+    assert ((again - rounded(rest)).abs() <= 1.001 * step).all()
+    assert ((again - rest).abs() <= 0.501 * step).all()
+    again = again.scatter(1, largest, x.gather(1, largest).double())
     wide = weight.dequantize(torch.float64)
     group_size = weight.group_size
     expected = again @ wide.T + (0 if bias is None else bias.double())
@@ -82,7 +94,7 @@ def test_product_equals_rounded_groups(
     spread = 1 if weight.zeros is None else 1 + 256 * (weight.format == "int8") + 16
     top = (wide.abs() + weight.scales.repeat_interleave(group_size, 1) * spread * (weight.zeros is not None)).T
     bound = 1e-6 * (again.abs() @ top + (0 if bias is None else bias.abs()))
-    y = g32_dot.linear(x, g32_dot.pack(weight), bias)
+    y = g32_dot.linear(x, g32_dot.pack(weight), bias, num_outliers)
     assert y.shape == (num_tokens, out_features)
     assert ((y - expected).abs() <= bound).all()
 
@@ -90,15 +102,16 @@ def test_product_equals_rounded_groups(
 @pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize("num_outliers", [0, OUTLIERS])
 def test_bits_of_rows_are_independent_of_batch(
-    out_features: int, in_features: int, group_size: int, kind: tuple[str, bool, str], zeros: str
+    out_features: int, in_features: int, group_size: int, kind: tuple[str, bool, str], zeros: str, num_outliers: int
 ) -> None:
     packed = g32_dot.pack(make_weight(out_features, in_features, group_size, kind, zeros))
     x = make_rows(70, in_features)
-    together = g32_dot.linear(x, packed)
+    together = g32_dot.linear(x, packed, None, num_outliers)
     for count in (1, 2, 4, 5, 8, 9, 64, 65):
-        assert torch.equal(g32_dot.linear(x[:count].clone(), packed), together[:count])
-        assert torch.equal(g32_dot.linear(x[-count:].clone(), packed), together[-count:])
+        assert torch.equal(g32_dot.linear(x[:count].clone(), packed, None, num_outliers), together[:count])
+        assert torch.equal(g32_dot.linear(x[-count:].clone(), packed, None, num_outliers), together[-count:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,20 +158,30 @@ def test_outlier_spoils_only_own_group() -> None:
     quiet = g32_dot.linear(x, g32_dot.pack(weight))
     loud = x.clone()
     loud[:, 40] = 1000
-    codes, scales, _ = g32_dot.quantize_groups(loud)
+    codes, scales, *_ = g32_dot.quantize_groups(loud)
     assert torch.equal(codes[:, :32], g32_dot.quantize_groups(x)[0][:, :32])
     assert (scales[:, 2:] < 0.1).all()
     assert (quiet - exact).norm() < exact.norm()
 
 
-def test_infinite_row_is_nan_alone() -> None:
+@pytest.mark.parametrize("num_outliers", [0, OUTLIERS])
+def test_infinite_row_is_nan_alone(num_outliers: int) -> None:
     packed, x = g32_dot.pack(make_weight(64, 128, 64)), torch.randn(9, 128)
-    quiet = g32_dot.linear(x, packed)
-    x[3, 5], x[7, 100] = torch.inf, torch.nan
-    y = g32_dot.linear(x, packed)
+    quiet = g32_dot.linear(x, packed, None, num_outliers)
+    x[3, 0], x[7, 100] = torch.inf, torch.nan
+    y = g32_dot.linear(x, packed, None, num_outliers)
     assert y[[3, 7]].isnan().all()
     rest = [row for row in range(9) if row not in (3, 7)]
     assert torch.equal(y[rest], quiet[rest])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [1.0, 0.0])
+def test_lone_number_is_multiplied_exactly(kind: tuple[str, bool, str], value: float) -> None:
+    """In each place of a run of codes; a row of zeros has no outlier."""
+    weight, x = make_weight(40, 96, 32, kind, "float"), torch.eye(96) * value
+    y = g32_dot.linear(x, g32_dot.pack(weight), None, OUTLIERS)
+    assert torch.equal(y, weight.dequantize(torch.float32).T * value)
 
 
 def test_unfit_weights_are_refused() -> None:

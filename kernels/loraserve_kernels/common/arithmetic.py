@@ -40,7 +40,10 @@ LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63, W4A8_ROW: 127, W8A8_G32: 127, W4A8_G32: 1
 GROUPS = {W8A8_G32: 32, W4A8_G32: 32, MXFP4A8_G32: 32}
 """Inputs of a row that are rounded together, by name; other names': the whole row."""
 
-_ROTATED = "-h"
+OUTLIERS = 2
+"""Inputs of a row that aren't rounded, where groups of it are and its linear has all of the row."""
+
+_ROTATED, _KEPT = "-h", "-o"
 
 
 def rotated_name(name: str, block: int) -> str:
@@ -52,6 +55,11 @@ def rotated_name(name: str, block: int) -> str:
     return f"{name}{_ROTATED}{block}" if block else name
 
 
+def outliers_name(name: str, count: int) -> str:
+    """Format the name of an arithmetic in which so many inputs of a row aren't rounded."""
+    return f"{name}{_KEPT}{count}" if count else name
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationRounding:
     """Rounding of a row of activations, or of groups of its inputs, by the largest magnitude.
@@ -60,17 +68,22 @@ class ActivationRounding:
         levels: the largest code.
         rotation: inputs of a Hadamard block by which the row is rotated before; 0: it isn't.
         group: inputs of a group; 0: the whole row is one.
+        num_outliers: inputs of the row with the largest magnitudes, which aren't rounded.
     """
 
     levels: int
     rotation: int
     group: int = 0
+    num_outliers: int = 0
 
 
 def activation_rounding(name: str) -> ActivationRounding | None:
     """Parse how an arithmetic of this name rounds rows; None: to no integers."""
-    plain, _, block = name.partition(_ROTATED)
-    return ActivationRounding(LEVELS[plain], int(block or 0), GROUPS.get(plain, 0)) if plain in LEVELS else None
+    rest, _, count = name.partition(_KEPT)
+    plain, _, block = rest.partition(_ROTATED)
+    if plain not in LEVELS:
+        return None
+    return ActivationRounding(LEVELS[plain], int(block or 0), GROUPS.get(plain, 0), int(count or 0))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,7 +95,8 @@ class Arithmetic:
             ``mxfp4a8-g32``, ``w8a16``, ``w8a16-fp8``, ``w4a16``, ``w4a16-nf4``, ``w4a16-mxfp4``,
             ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round equally. ``-h64``,
             ``-h32`` or ``-h16`` follows the first three where rows and weights are rotated by
-            Hadamard blocks of that many inputs.
+            Hadamard blocks of that many inputs, and ``-o2`` those with groups where two inputs of a
+            row aren't rounded.
         kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 or
             int4 by int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some
             channels at a time).

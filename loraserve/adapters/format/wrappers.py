@@ -85,8 +85,8 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
         named[plain], origins[plain] = tensor, name
     if tensors and not named:
         raise AdapterFormatError(
-            f"All tensors are of what reads images, {shown(min(tensors), 200)} for example, and this base is served for "
-            "text.",
+            f"All tensors are of what reads images, {shown(min(tensors), 200)} for example, and this base is served "
+            "for text.",
             hint="Train linears of the language model, with target_modules "
             r"'.*language_model.*\.(q_proj|v_proj)' for example.",
         )

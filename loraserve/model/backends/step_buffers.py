@@ -9,10 +9,10 @@ from torch import Tensor
 
 from loraserve.model.backends.step_sizes import SMALLEST_GROUP
 from loraserve.model.layers.linears import JoinedLinear, Linear, own_weight
-from loraserve.model.layers.quantized_linears import Int8Linear
+from loraserve.model.layers.quantized_linears import G32Linear, Int8Linear
+from loraserve_kernels.common.arithmetic import OUTLIERS
 from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import DotWeight, GroupDotWeight, code_offset
-from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class RowRounding:
         group_size: inputs whose codes are summed too; 0: none are.
         rotation: inputs of a Hadamard block by which rows are rotated before; 0: they aren't.
         scale_group: inputs that share a scale, whose codes are summed too; 0: a row's do.
+        num_outliers: inputs of a row with the largest magnitudes, whose codes are 0.
     """
 
     offset: int
@@ -32,6 +33,7 @@ class RowRounding:
     group_size: int
     rotation: int
     scale_group: int = 0
+    num_outliers: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +47,14 @@ class InputRows:
         scales: float32, of the codes: the first [capacity], or [capacity, groups].
         starts: [capacity, groups] float32, what int4's kernel multiplies the zero of each group
             with; as many groups as there may be.
+        outliers: [capacity, outliers, 2] float32: number and value of what isn't rounded.
     """
 
     values: Tensor
     codes: Tensor
     scales: Tensor
     starts: Tensor
+    outliers: Tensor
 
     @classmethod
     def make(cls, capacity: int, width: int) -> InputRows:
@@ -62,6 +66,7 @@ class InputRows:
             torch.zeros(capacity, num_bytes, dtype=torch.int8),
             torch.ones(capacity, -(-width // SMALLEST_GROUP)),
             torch.zeros(capacity, -(-width // SMALLEST_GROUP)),
+            torch.zeros(capacity, OUTLIERS, 2),
         )
 
     @property
@@ -70,7 +75,8 @@ class InputRows:
 
     @property
     def num_bytes(self) -> int:
-        return self.values.nbytes + self.codes.nbytes + self.scales.nbytes + self.starts.nbytes
+        parts = (self.values, self.codes, self.scales, self.starts, self.outliers)
+        return sum(part.nbytes for part in parts)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +108,8 @@ def rounding_of(linear: Linear) -> RowRounding | None:
         return RowRounding(code_offset(), not HAS_VNNI, 0, linear.rotation)
     if isinstance(weight, GroupDotWeight):
         return RowRounding(0, False, weight.group_size, weight.rotation)
-    if isinstance(weight, G32Weight):
-        return RowRounding(0, False, 0, 0, g32_dot.GROUP)
+    if isinstance(linear, G32Linear):
+        return RowRounding(0, False, 0, 0, g32_dot.GROUP, linear.num_outliers)
     return None
 
 
@@ -123,4 +129,6 @@ def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
         k.GROUP: rounding.group_size,
         k.ROTATION: rounding.rotation,
         k.SCALE_GROUP: rounding.scale_group,
+        k.OUTLIERS: rows.outliers.data_ptr(),
+        k.NUM_OUTLIERS: rounding.num_outliers,
     }

@@ -18,6 +18,7 @@ from loraserve.model.layers.linears import JoinedLinear, Linear, OwnWeight, own_
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm
+from loraserve.model.layers.quantized_linears import G32Linear
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve_kernels.common.modules import COLUMNS, MODULE_INDEX, SITES
 from loraserve_kernels.common.plan import LoraPlan
@@ -282,13 +283,13 @@ class StepKernels:
 
             self._schedule.call(call)
             return
-        self._add_product(weight, linear.bias, source, out.values.data_ptr() + 4 * column, out.values.stride(0))
+        self._add_product(linear, weight, source, out.values.data_ptr() + 4 * column, out.values.stride(0))
 
-    def _add_product(self, weight: OwnWeight, bias: Tensor | None, source: InputRows, y: int, y_stride: int) -> int:
+    def _add_product(self, linear: Linear, weight: OwnWeight, source: InputRows, y: int, y_stride: int) -> int:
         from loraserve_kernels.cpu.linear.tiles import tile as k
 
         num_channels = weight.scales.shape[-1]
-        full_bias = full_bias_of(bias, num_channels)
+        full_bias = full_bias_of(linear.bias, num_channels)
         self._alive += [weight, full_bias]
         self.num_weights += weight.codes.numel()
         words = {
@@ -324,6 +325,8 @@ class StepKernels:
                 k.GROUP_STARTS: source.starts.data_ptr(),
                 k.START_STRIDE: weight.in_features // sum_size,
                 k.GROUP_ZEROS: 0 if weight.zeros is None else weight.zeros.data_ptr(),
+                k.OUTLIERS: source.outliers.data_ptr(),
+                k.NUM_OUTLIERS: linear.num_outliers if isinstance(linear, G32Linear) else 0,
             }
             return self._add(weight.kernel, k.NUM_ROWS, words)
         has_groups = weight.scales.shape[0] > 1
@@ -466,7 +469,7 @@ class StepKernels:
         offset = 0
         for part, weight in zip(parts, weights, strict=True):
             if weight is not None:
-                number = self._add_product(weight, part.bias, self.x, 0, self.head_width)
+                number = self._add_product(part, weight, self.x, 0, self.head_width)
                 self.head.append((number, k.Y, 4 * offset))
                 offset += part.out_features
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loraserve.model.config.model_config import ModelConfig
+from loraserve_kernels.common.arithmetic import OUTLIERS
 
 _SMALLEST_CAPACITY = 16
 _CAPACITIES_PER_DOUBLING = 8
@@ -39,8 +40,11 @@ def buffer_bytes(config: ModelConfig, num_rows: int) -> int:
 
 
 def _input_bytes(width: int) -> int:
-    """Compute the bytes of a row that linears read: values, codes, scales and starts of groups."""
-    return 4 * width + 4 * -(-width // 2) + 8 * -(-width // SMALLEST_GROUP)
+    """Compute the bytes of a row that linears read.
+
+    These are values, codes, outliers, and scales and starts of groups.
+    """
+    return 4 * width + 4 * -(-width // 2) + 8 * OUTLIERS + 8 * -(-width // SMALLEST_GROUP)
 
 
 def _output_bytes(width: int) -> int:

@@ -33,7 +33,7 @@ from loraserve.model.checkpoint.blueprint import (
     draw,
     rounded_formats,
 )
-from loraserve.model.checkpoint.cutting import check_grid, cut_of, rotation_of
+from loraserve.model.checkpoint.cutting import check_grid, cut_of, is_row_parallel, rotation_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.site import MakeLinear, Site, make_site, return_free_memory
@@ -42,7 +42,7 @@ from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.embedding import EmbeddingTable, quantized_table
 from loraserve.model.layers.experts import make_mixture
-from loraserve.model.layers.linears import Linear, make_linear, quantize_weight
+from loraserve.model.layers.linears import Linear, keep_outliers, make_linear, quantize_weight
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import RMSNorm
@@ -269,9 +269,9 @@ class _Loader:
         elif plan.kind is SiteKind.ROUTER:
             self._routers.setdefault(plan.layer, []).append(self._site(plan, self._make_router))
         elif plan.kind is SiteKind.EXPERT:
-            self._experts.setdefault(plan.layer, []).append(self._site(plan, self._backend.linear))
+            self._experts.setdefault(plan.layer, []).append(self._site(plan, self._make_of(plan)))
         else:
-            self._sites[plan.layer, plan.name] = self._site(plan, self._backend.linear)
+            self._sites[plan.layer, plan.name] = self._site(plan, self._make_of(plan))
 
     def _site(self, plan: SitePlan, make: MakeLinear) -> Site:
         site, sinks = make_site(
@@ -285,6 +285,13 @@ class _Loader:
         )
         self._sinks.update({name: _unnamed(sink) for name, sink in sinks.items()})
         return site
+
+    def _make_of(self, plan: SitePlan) -> MakeLinear:
+        """Choose what makes a site's linears: outliers are of whole rows, which ranks may lack."""
+        return self._backend.linear if is_row_parallel(plan) else self._make_whole
+
+    def _make_whole(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        return keep_outliers(self._backend.linear(weight, bias))
 
     def _make_router(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
         return make_linear(weight, bias, quantize="none", dtype=torch.float32)
@@ -332,13 +339,13 @@ class _Loader:
             # the head's scales are of its rows
             weight, _ = cut_site(self._part.shard.site_cut("lm_head"), weight, None, 0, self._config.vocab_size)
         format = self._blueprint.head_quantize
-        if isinstance(weight, QuantizedWeight) or format == "none":
-            return self._backend.head(weight)
-        rotation = self._rotations.block(format, self._config.hidden_size)
-        return self._backend.head(quantize_weight(weight.to(self._backend.device), format, rotation))
+        if isinstance(weight, Tensor) and format != "none":
+            rotation = self._rotations.block(format, self._config.hidden_size)
+            weight = quantize_weight(weight.to(self._backend.device), format, rotation)
+        return self._make_head_linear(weight, None)
 
     def _make_head_linear(self, weight: Tensor | QuantizedWeight, _: Tensor | None) -> Linear:
-        return self._backend.head(weight)
+        return keep_outliers(self._backend.head(weight))
 
     def _stream(self) -> Tensors:
         """Put every tensor in its place, and return what the digest of the base is made of."""

@@ -25,7 +25,7 @@ from loraserve.model.decoder import Decoder
 from loraserve.model.layers.embedding import QuantizedTable, table_rows
 from loraserve.model.layers.experts import MixtureOfExperts, make_mixture
 from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight
-from loraserve_kernels.common.arithmetic import ActivationRounding, Arithmetic, activation_rounding
+from loraserve_kernels.common.arithmetic import OUTLIERS, ActivationRounding, Arithmetic, activation_rounding
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.linear.chooser import chooser
@@ -94,7 +94,9 @@ class WholeWeights:
         # of several parts the head's is named last
         names = reversed(self._decoder.spec.arithmetic.split("+"))
         found = next((one for name in names if (one := activation_rounding(name)) is not None), None)
-        return None if found is None else replace(found, rotation=self._head_rotation())
+        if found is None:
+            return None
+        return replace(found, rotation=self._head_rotation(), num_outliers=OUTLIERS if found.group else 0)
 
     def norm_weight(self, name: str) -> Tensor:
         """Read what a norm multiplies with, by the name of its tensor in the checkpoint."""

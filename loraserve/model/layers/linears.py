@@ -23,6 +23,7 @@ from loraserve_kernels.common.arithmetic import (
     FLOATS,
     GROUPS,
     LEVELS,
+    OUTLIERS,
     W4A8_ROW,
     ActivationRounding,
     Arithmetic,
@@ -333,6 +334,17 @@ RoundingLinear = Int8Linear | Int4Linear
 
 A `G32Linear` isn't one: a rank that has whole groups of a row needs no other rank to round them.
 """
+
+
+def keep_outliers(linear: Linear) -> Linear:
+    """Have a linear leave the outliers of its rows as they are, and return it.
+
+    It is to have all of each row: of a part a rank would choose others. Linears whose rows aren't
+    rounded in groups do nothing.
+    """
+    if isinstance(linear, G32Linear):
+        linear.num_outliers = OUTLIERS
+    return linear
 
 
 def rounding_of_row(linear: Linear, row: int) -> ActivationRounding | None:

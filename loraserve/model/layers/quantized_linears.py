@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from loraserve_kernels.common.arithmetic import WEIGHT_ONLY, Arithmetic, rotated_name
+from loraserve_kernels.common.arithmetic import WEIGHT_ONLY, Arithmetic, outliers_name, rotated_name
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import row_blocks
@@ -97,22 +97,27 @@ class Int4Linear:
 
 
 class G32Linear:
-    """int4 or int8 weights, x in int8 in groups of 32 inputs, each with a scale of its own."""
+    """int4, int8 or mxfp4 weights, x in int8 in groups of 32 inputs, each with a scale of its own.
 
-    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight")
+    Attributes:
+        num_outliers: inputs of a row with the largest magnitudes, which aren't rounded.
+    """
+
+    __slots__ = ("_arithmetic", "bias", "num_bytes", "num_outliers", "out_features", "own_weight")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
         self._arithmetic = arithmetic
         self.own_weight: G32Weight = g32_dot.pack(weight)
         self.bias, self.out_features = bias, weight.out_features
         self.num_bytes = self.own_weight.num_bytes + bias_bytes(bias)
+        self.num_outliers = 0
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
-        return (self._arithmetic,)
+        return (replace(self._arithmetic, name=outliers_name(self._arithmetic.name, self.num_outliers)),)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return g32_dot.linear(x, self.own_weight, self.bias)
+        return g32_dot.linear(x, self.own_weight, self.bias, self.num_outliers)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         for first, last in row_blocks(start, end, self.own_weight.in_features):

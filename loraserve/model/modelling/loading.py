@@ -40,7 +40,7 @@ from loraserve.model.checkpoint.stored_weights import StoredWeight, find_stored_
 from loraserve.model.config.formats import Rotations, group_size
 from loraserve.model.config.model_config import read_end_tokens, read_object
 from loraserve.model.config.quantization_config import Layout, QuantizationConfig, parse_quantization
-from loraserve.model.layers.linears import Linear, quantize_weight
+from loraserve.model.layers.linears import Linear, keep_outliers, quantize_weight
 from loraserve.model.modelling.conversions import Conversions
 from loraserve.model.modelling.expert_modules import (
     DOWN,
@@ -379,7 +379,7 @@ class _Loader:
         quantize, path, stored = self._formats.quantize, self._path_of(placed), self._formats.stored
         own = [weight for name, weight in stored.items() if name.startswith(f"{path}.") and weight.tensors]
         if own and own[0].scheme.layout is not Layout.MXFP4:
-            linears = LinearsSite(placed, path, stored, make=self._backend.linear, dtype=self._gather_dtype)
+            linears = LinearsSite(placed, path, stored, make=self._make_linear, dtype=self._gather_dtype)
             self._sinks |= linears.sinks
             self._unread.update(f"{weight.path}.{suffix}" for weight in own for suffix in weight.unread)
             self._expert_sites.append(linears)
@@ -394,15 +394,18 @@ class _Loader:
                 return weight.to(self._dtype)
             return quantize_weight(weight.float(), quantize, self._rotations.block(quantize, weight.shape[1]))
 
-        site = ParametersSite(placed, path, make=self._backend.linear, round_=round_)
+        site = ParametersSite(placed, path, make=self._make_linear, round_=round_)
         self._expert_sites.append(site)
         self._expert_sinks |= site.sinks(stored)
+
+    def _make_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        return keep_outliers(self._backend.linear(weight, bias))
 
     def _make_site(self, plan: SitePlan) -> Site:
         site, sinks = make_site(
             plan,
             self._formats.stored,
-            make=self._backend.linear,
+            make=self._make_linear,
             dtype=self._gather_dtype,
             rotation=self._rotations.block(plan.quantize, plan.in_features),
             device=torch.device("cpu"),
@@ -492,9 +495,9 @@ class _Loader:
         bias = None if self._head.bias is None else self._head.bias.data.float()
         weight, format = embedding.to(self._gather_dtype), self._formats.head_quantize
         if format == "none":
-            return self._backend.linear(weight, bias)
+            return self._make_linear(weight, bias)
         rotation = self._rotations.block(format, self._head.in_features)
-        return self._backend.linear(quantize_weight(weight, format, rotation), bias)
+        return self._make_linear(quantize_weight(weight, format, rotation), bias)
 
     def _spec(
         self,

@@ -117,7 +117,7 @@ def test_calibrated_base_preserves_uncalibrated_text(
 def test_activations_in_groups_keep_stored_weights(
     bits: int, base: Path, windows: list[list[int]], tmp_path: Path
 ) -> None:
-    """Against the same codes with float activations; llama.cpp's Q4_1 loses as much by its own."""
+    """Against the same codes with float activations; rounded outliers would make it 0.004."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     save_compressed(model, tmp_path, [group(bits, "group", group_size=32, symmetric=bits == 8)])
     stored, some = FORMATS["float32"], windows[::2]
@@ -126,9 +126,9 @@ def test_activations_in_groups_keep_stored_weights(
         exact = [logits.clone() for logits in logits_of(whole, some)]
         rounded = load(tmp_path, stored, WIDTH)
         divergence, agreement, _ = compare(logits_of(rounded, some), exact, some)
-    assert rounded.spec.arithmetic == f"w{bits}a8-g32+fp32"
-    assert divergence < 0.005
-    assert agreement > 0.94
+    assert rounded.spec.arithmetic == f"w{bits}a8-g32-o2+w{bits}a8-g32+fp32"
+    assert divergence < 0.002
+    assert agreement > 0.96
 
 
 @pytest.fixture(scope="module", params=["float32", "int8"])

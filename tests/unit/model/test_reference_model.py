@@ -171,14 +171,20 @@ def test_activations_are_rounded_like_served_products(tmp_path: Path) -> None:
         assert 0 < float((nudged - base).square().mean().sqrt()) < 0.05
 
 
+PARTS = ("o_proj", "down_proj")
+"""Linears of whose inputs ranks may have a part."""
+
+
 def test_activations_are_rounded_in_groups_where_products_do(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 1}
     model = save_compressed(build_model("llama", **sizes), tmp_path, [group(8, "group", group_size=32)])
     decoder = load(tmp_path)
-    assert decoder.activation_rounding(0, "q_proj") == ActivationRounding(127, 0, 32)
+    assert decoder.activation_rounding(0, "q_proj") == ActivationRounding(127, 0, 32, 2)
+    assert decoder.activation_rounding(0, "o_proj") == ActivationRounding(127, 0, 32)
     for module in LINEARS:
-        linear = model.model.layers[0].get_submodule(decoder.spec.module_paths[module])
-        linear.register_forward_pre_hook(lambda _, inputs: rounded_in_groups(inputs[0]))
+        linear, is_part = model.model.layers[0].get_submodule(decoder.spec.module_paths[module]), module in PARTS
+        round_row = rounded_in_groups if is_part else rounded_but_outliers
+        linear.register_forward_pre_hook(lambda _, inputs, round_row=round_row: round_row(inputs[0]))
     evaluation = evaluate_alone(decoder, PROMPTS, [])
     for prompt, base, nudged in zip(PROMPTS, evaluation.base, evaluation.nudged, strict=True):
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
@@ -188,7 +194,14 @@ def test_activations_are_rounded_in_groups_where_products_do(tmp_path: Path) -> 
 def rounded_in_groups(x: torch.Tensor) -> torch.Tensor:
     groups = x.unflatten(-1, (-1, 32))
     step = groups.abs().amax(-1, keepdim=True) / 127
-    return (torch.round(groups / step) * step).flatten(-2)
+    return torch.where(step > 0, torch.round(groups / step) * step, 0.0).flatten(-2)
+
+
+def rounded_but_outliers(x: torch.Tensor) -> torch.Tensor:
+    """Rows whose two largest inputs aren't rounded."""
+    largest = x.abs().topk(2).indices
+    rest = rounded_in_groups(x.scatter(-1, largest, 0.0))
+    return rest.scatter(-1, largest, x.gather(-1, largest))
 
 
 def test_float_evaluation_nudges_no_activations(small_llama: tuple[Any, Path]) -> None:

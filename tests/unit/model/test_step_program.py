@@ -126,7 +126,7 @@ def test_stored_codes_equal_layered_decoder(
     groups = [group(bits, "group", group_size=32, symmetric=is_symmetric)]
     save_compressed(build_model("qwen2", **GROUPED), tmp_path, groups)
     decoder, layers = load(tmp_path), by_layer(load(tmp_path))
-    assert decoder.spec.arithmetic == f"w{bits}a8-g32+fp32"
+    assert decoder.spec.arithmetic == f"w{bits}a8-g32-o2+w{bits}a8-g32+fp32"
     assert decoder._program is not None
     adapters = [random_adapter(decoder, rank, seed=rank) for rank in (4, 13)]
     ours, theirs = mixed_logits(decoder, adapters), mixed_logits(layers, adapters)

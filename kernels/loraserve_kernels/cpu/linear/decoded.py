@@ -334,7 +334,7 @@ def group_dot(
     y = torch.empty(codes.shape[0], num_channels)
     full_bias = full_bias_of(bias, num_channels)
     args = np.zeros(tile.NUM_WORDS, dtype=np.int64)
-    args[tile.X :] = (
+    args[tile.X : tile.OUTLIERS] = (
         codes.data_ptr(),
         codes.stride(0),
         codes.shape[0],

@@ -1,7 +1,8 @@
 """Weights in int4, int8 or mxfp4 for activations rounded to int8 in groups of 32 inputs.
 
 A row's group has a scale of its own, so that an outlier takes precision from its group alone: what
-codes need that can't be rotated, since a checkpoint stores them. Needs numba.
+codes need that can't be rotated, since a checkpoint stores them. A row's largest inputs may be
+multiplied as they are, and take none. Needs numba.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _widened(weight: G32Weight, runs: Tensor, scales: Tensor, zeros: Tensor | No
     )
 
 
-def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None, num_outliers: int = 0) -> Tensor:
     """Compute ``x W^T + bias`` with x rounded in groups of 32, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows, and are the same on every processor.
@@ -156,6 +157,7 @@ def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None) -> Tensor:
         x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
             only.
         bias: [out_features] float32.
+        num_outliers: largest inputs of a row that aren't rounded.
 
     Raises:
         TensorMismatch: x isn't float32 of the weight's in_features.
@@ -166,7 +168,7 @@ def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None) -> Tensor:
         raise TensorMismatch(
             f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
         )
-    codes, scales, starts = quantize_groups(x)
+    codes, scales, starts, outliers = quantize_groups(x, num_outliers)
     num_channels = weight.scales.shape[1]
     y = torch.empty(codes.shape[0], num_channels)
     full_bias = decoded.full_bias_of(bias, num_channels)
@@ -189,18 +191,23 @@ def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None) -> Tensor:
         weight.codes.shape[0],
         starts.data_ptr(),
         0 if weight.zeros is None else weight.zeros.data_ptr(),
+        outliers.data_ptr(),
+        num_outliers,
     )
     decoded.run(weight.kernel, args, weight.out_features * weight.in_features * codes.shape[0])
     return decoded.cut(y, weight.out_features)
 
 
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_groups(x: Tensor, num_outliers: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round each group of 32 inputs of a row by its own largest magnitude.
+
+    Args:
+        num_outliers: inputs of a row with its largest magnitudes, which get codes of 0.
 
     Returns:
         Codes [num_tokens, in_features] int8 within ±127, scales and starts [num_tokens, groups]
         float32: the sum of each group's codes, negated. A group that isn't finite has zeros and the
-        scale NaN.
+        scale NaN. Outliers [num_tokens, num_outliers, 2] float32: number and value of each.
     """
     from loraserve_kernels.cpu.linear import row_quantization as k
 
@@ -212,10 +219,12 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     args = np.zeros(k.NUM_WORDS, dtype=np.int64)
     args[k.X : k.WIDTH + 1] = x.data_ptr(), x.stride(0), num_rows, width
     args[k.CODES : k.SCALES + 1] = codes.data_ptr(), width, scales.data_ptr()
+    outliers = torch.empty(num_rows, num_outliers, 2)
     args[k.STARTS], args[k.SCALE_GROUP] = starts.data_ptr(), GROUP
+    args[k.OUTLIERS], args[k.NUM_OUTLIERS] = outliers.data_ptr(), num_outliers
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1
     threads.run(call, address, args.ctypes.data, num_threads)
-    return codes, scales, starts
+    return codes, scales, starts, outliers
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from loraserve_kernels.cpu.simd import (
     nearest,
     splat,
     stamp_with,
+    store,
     store_int8,
     store_int8_one,
     store_int16,
@@ -45,9 +46,10 @@ CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
 # the largest magnitudes of rows are of which this is a part (0: rows are whole), the inputs of a
 # Hadamard block by which a row is rotated before (0: it isn't), and the inputs of a group that has
 # a scale of its own (0: a row has one scale). Groups with scales have starts, and of the other
-# words CODES, CODE_ROW_BYTES and SCALES alone.
+# words CODES, CODE_ROW_BYTES and SCALES alone. Their rows may have outliers: where these go, and
+# how many a row has.
 CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, TOPS, ROTATION = 40, 41, 42, 43, 44, 45, 46, 47, 48
-SCALE_GROUP, NUM_WORDS = 49, 50
+SCALE_GROUP, OUTLIERS, NUM_OUTLIERS, NUM_WORDS = 49, 50, 51, 52
 
 F32_BYTES = 4
 
@@ -120,7 +122,53 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
 
 
 @numba.njit
-def quantize_groups(source, target, scales, starts, width, group):  # type: ignore[no-untyped-def]
+def find_outliers(source, outliers, count, tops, width, group):  # type: ignore[no-untyped-def]
+    """Write the numbers and values of a row's largest magnitudes, as pairs of float32.
+
+    The first of equal ones is taken. Groups that aren't finite have none: a value of 0 says that
+    there are fewer.
+
+    Args:
+        source: address of `width` float32.
+        outliers: of as many pairs as `count`.
+        tops: of a float32 for each group, which change.
+        group: inputs of a group, a multiple of `LANES` that divides `width`.
+    """
+    zero = splat(np.float32(0))
+    for number in range(width // group):
+        # x · 0 is NaN for NaN and for infinity
+        largest, taint = zero, zero
+        for k in range(number * group, (number + 1) * group, LANES):
+            v = load(source, k, F32)
+            largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
+        bad = sum_lanes(taint)
+        store_one(tops, number, np.float32(0) if bad != bad else max_lanes(largest))
+    for i in range(count):
+        top, chosen = np.float32(0), -1
+        for number in range(width // group):
+            one = load_one(tops, number, F32)
+            if one > top:
+                top, chosen = one, number
+        place, value = 0, np.float32(0)
+        if chosen >= 0:
+            first, top, rest = chosen * group, np.float32(0), np.float32(0)
+            for k in range(first, first + group):
+                is_taken = False
+                for j in range(i):
+                    is_taken = is_taken or load_one(outliers, 2 * j, F32) == np.float32(k)
+                one = np.float32(0) if is_taken else abs(load_one(source, k, F32))
+                if one > top:
+                    top, rest, place = one, top, k
+                elif one > rest:
+                    rest = one
+            value = load_one(source, place, F32)
+            store_one(tops, chosen, rest)
+        store_one(outliers, 2 * i, np.float32(place))
+        store_one(outliers, 2 * i + 1, value)
+
+
+@numba.njit
+def quantize_groups(source, target, scales, starts, width, group, outliers, count):  # type: ignore[no-untyped-def]
     """Write a row's codes and scales as `quantize_row` does, for each group of its inputs.
 
     Args:
@@ -129,15 +177,29 @@ def quantize_groups(source, target, scales, starts, width, group):  # type: igno
         scales: of a float32 for each group. A group that isn't finite gets codes of 0 and the scale
             NaN, which makes all of its row's products NaN.
         starts: of a float32 for each group: the sum of its codes, negated.
-        group: inputs of a group, a multiple of `LANES` that divides `width`.
+        group: inputs of a group, a multiple of `LANES` that divides `width`; with outliers, at most
+            as many as the largest Hadamard block has.
+        outliers: of pairs of float32 that `find_outliers` writes; their inputs get codes of 0.
+        count: of outliers.
     """
-    zero = splat(np.float32(0))
+    zero, without = splat(np.float32(0)), block_buffer()
+    if count != 0:
+        find_outliers(source, outliers, count, scales, width, group)
     for number in range(width // group):
         first = number * group
+        block = source + first * F32_BYTES
+        for i in range(count):
+            place = int(load_one(outliers, 2 * i, F32)) - first
+            if 0 <= place < group and load_one(outliers, 2 * i + 1, F32) != np.float32(0):
+                if block != without:
+                    for k in range(0, group, LANES):
+                        store(without, k, load(block, k, F32))
+                    block = without
+                store_one(without, place, np.float32(0))
         # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
         largest, taint = zero, zero
-        for k in range(first, first + group, LANES):
-            v = load(source, k, F32)
+        for k in range(0, group, LANES):
+            v = load(block, k, F32)
             largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
         top, bad = max_lanes(largest), sum_lanes(taint)
         # also for groups so small that the factor overflows: they round to nothing
@@ -146,10 +208,10 @@ def quantize_groups(source, target, scales, starts, width, group):  # type: igno
             factor = np.float32(0)
         store_one(scales, number, top / np.float32(127) + bad)
         times, total = splat(factor), zero
-        for k in range(first, first + group, LANES):
+        for k in range(0, group, LANES):
             # infinity · 0 would be NaN
-            codes = zero if factor == np.float32(0) else nearest(fma(load(source, k, F32), times, zero))
-            store_int8(target, k, codes, 0)
+            codes = zero if factor == np.float32(0) else nearest(fma(load(block, k, F32), times, zero))
+            store_int8(target, first + k, codes, 0)
             total = add(total, codes)
         store_one(starts, number, -sum_lanes(total))
 
@@ -173,7 +235,10 @@ def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
     target, scale_group = codes + row * load_int(args, CODE_ROW_BYTES), load_int(args, SCALE_GROUP)
     if scale_group != 0:
         first = row * (width // scale_group) * F32_BYTES
-        quantize_groups(source, target, load_int(args, SCALES) + first, starts + first, width, scale_group)
+        count = load_int(args, NUM_OUTLIERS)
+        outliers = load_int(args, OUTLIERS) + row * count * 2 * F32_BYTES
+        scales = load_int(args, SCALES) + first
+        quantize_groups(source, target, scales, starts + first, width, scale_group, outliers, count)
         return
     if starts != 0:
         starts += row * (width // group) * F32_BYTES

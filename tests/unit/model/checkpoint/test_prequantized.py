@@ -186,7 +186,7 @@ def test_stored_codes_take_activations_in_groups(
     assert whole.spec.arithmetic == f"w{bits}a16+fp32"
     torch.testing.assert_close(PagedRun(whole).logits(token_ids, [30]), expected, rtol=0, atol=1e-4)
     rounded = load(tmp_path, activation_dtype=asked)
-    assert rounded.spec.arithmetic in (f"w{bits}a8-g32+fp32", f"w{bits}a16+fp32")
+    assert rounded.spec.arithmetic in (f"w{bits}a8-g32-o2+w{bits}a8-g32+fp32", f"w{bits}a16+fp32")
     assert rounded.spec.digest == whole.spec.digest
     # this model of noise forgives little
     errors = (PagedRun(rounded).logits(token_ids, [30]) - expected).norm(dim=1) / expected.norm(dim=1)
@@ -206,9 +206,9 @@ def test_channels_unfit_for_groups_keep_whole_rows(tmp_path: Path, asked: str, a
     [
         (INT8_DYNAMIC, "auto", {"w8a8-row+fp32", "w8a7-row+fp32"}),
         (INT8_DYNAMIC, "float", {"w8a16+fp32"}),
-        (INT8_STATIC, "auto", {"w8a8-g32+fp32"}),
+        (INT8_STATIC, "auto", {"w8a8-g32-o2+w8a8-g32+fp32"}),
         (INT8_STATIC, "float", {"w8a16+fp32"}),
-        ({**INT8_STATIC, "symmetric": False}, "auto", {"w8a8-g32+fp32"}),
+        ({**INT8_STATIC, "symmetric": False}, "auto", {"w8a8-g32-o2+w8a8-g32+fp32"}),
     ],
     ids=["by token", "by token in float", "static", "static in float", "static with zeros"],
 )

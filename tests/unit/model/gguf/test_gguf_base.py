@@ -220,7 +220,7 @@ def test_gpu_refuses_types_without_kernel(tmp_path: Path) -> None:
 def test_activations_are_rounded_in_groups_by_default(form: str, tmp_path: Path) -> None:
     folder = resolve_model_dir(str(write_gguf(built("llama"), tmp_path / "base.gguf", form)))
     width = {"Q8_0": "8"}.get(form, "4")
-    assert load(folder).spec.arithmetic == f"w{width}a8-g32"
+    assert load(folder).spec.arithmetic == f"w{width}a8-g32-o2+w{width}a8-g32"
     assert load(folder, activation_dtype="float").spec.arithmetic == f"w{width}a16"
 
 

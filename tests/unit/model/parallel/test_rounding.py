@@ -42,7 +42,7 @@ def test_ranks_round_groups_without_an_exchange(bits: int, strategy: str, rank_p
     sizes = {"group_size": 32} if strategy == "group" else {}
     save_compressed(build_model("llama", **SIZES), tmp_path, [group(bits, strategy, **sizes)])
     whole = load(tmp_path)
-    assert whole.spec.arithmetic == f"w{bits}a8-g32+fp32"
+    assert whole.spec.arithmetic == f"w{bits}a8-g32-o2+w{bits}a8-g32+fp32"
     expected = all_rows(whole)
     with rank_pool.load(tmp_path, 2) as base:
         off = (all_rows(base) - expected).abs().amax(1)

@@ -1,7 +1,8 @@
 """Products of weights in 4 or 8 bits by activations in int8 with a scale for each group of 32.
 
 Compiled by numba. A group's products are summed in whole numbers, exactly; a channel's groups are
-added in order: ``total += (weight's scale · group's scale) · (sum(code · x) + zero · start)``.
+added in order: ``total += (weight's scale · group's scale) · (sum(code · x) + zero · start)``. Then
+a row's outliers are, whose codes are 0: ``total += (weight's scale · x) · (code - zero)``.
 """
 
 # numba has no types
@@ -31,6 +32,8 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     GROUP_STARTS,
     GROUP_ZEROS,
     HAS_VNNI,
+    NUM_OUTLIERS,
+    OUTLIERS,
     ROW_SCALES,
     SCALE_STRIDE,
     SCALES,
@@ -63,6 +66,8 @@ INPUTS = 32
 _INPUTS_BIT = 5
 _FOURS = 4
 """Inputs of a channel that stand in four neighbouring bytes."""
+_PAIR_BYTES = 8
+"""Bytes of an outlier: its number and its value."""
 
 # A kind of weight: a tuple of three values, whose numba types distinguish them.
 _FORMATS = {"int4": np.int32(0), "int8": np.int8(0), "mxfp4": np.float32(0)}
@@ -130,6 +135,32 @@ class _Weight:
             # the sum that codes plus 128 have: the same bits on every processor
             value = writer.fma(fill(F32, -128.0), start, value)
         return writer.fma(zero, start, value)
+
+    def codes_of(self, codes: Any, number: Any) -> list[Any]:
+        """Load an input's codes by vector, as `whole` takes sums of them.
+
+        Args:
+            codes: address of a tile's codes.
+            number: of the input.
+        """
+        writer, builder = self._writer, self._builder
+        run = builder.udiv(number, writer.const(self.inputs_per_load))
+        at = writer.at(codes, writer.times(run, TILE * _FOURS))
+        loaded = [writer.load(writer.at(at, writer.const(c * LANES * _FOURS)), vector(I32)) for c in range(VECTORS)]
+        bits = writer.times(builder.and_(number, writer.const(_FOURS - 1)), 8)
+        if self._is_packed:
+            # the second four inputs have the upper halves of bytes
+            bits = builder.add(bits, builder.and_(number, writer.const(_FOURS)))
+        shift = writer.splat(builder.trunc(bits, I32))
+        if self._is_packed:
+            found = [builder.and_(builder.lshr(one, shift), fill(I32, 15)) for one in loaded]
+            if self._is_mxfp4:
+                found = [builder.and_(writer.look_up_bytes(_MXFP4_BYTES, one), fill(I32, 255)) for one in found]
+            return found
+        if HAS_VNNI:
+            return [builder.and_(builder.lshr(one, shift), fill(I32, 255)) for one in loaded]
+        rest = builder.sub(fill(I32, 24), shift)
+        return [builder.ashr(builder.shl(one, rest), fill(I32, 24)) for one in loaded]
 
     def sums(
         self, codes: Any, inputs: Sequence[Any], count: Any, codes_ahead: CodesAhead
@@ -228,17 +259,20 @@ def _product(num_rows: int) -> Any:
             cells = [(t, c) for t in range(num_rows) for c in range(VECTORS)]
             totals = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
             one, inputs_count = writer.const(INPUTS), writer.smaller(group, writer.const(INPUTS))
-            with cgutils.for_range_slice(builder, writer.const(0), width, group, I64, inc=True) as (start, count):
+
+            def of_group(count: Any) -> tuple[list[Any], list[Any]]:
+                """Load the scales and zeros of a weight's group by vector."""
                 place = builder.mul(count, stride)
                 scale_at = writer.at(scales, writer.times(place, weight.scale_bytes))
                 zero_at = writer.at(zeros, writer.times(place, weight.zero_bytes))
-                scale, zero = (
-                    [make(writer.at(at, writer.const(c * LANES * size))) for c in range(VECTORS)]
-                    for make, at, size in (
-                        (weight.scale, scale_at, weight.scale_bytes),
-                        (weight.zero, zero_at, weight.zero_bytes),
-                    )
+                offsets = [c * LANES for c in range(VECTORS)]
+                return (
+                    [weight.scale(writer.at(scale_at, writer.const(o * weight.scale_bytes))) for o in offsets],
+                    [weight.zero(writer.at(zero_at, writer.const(o * weight.zero_bytes))) for o in offsets],
                 )
+
+            with cgutils.for_range_slice(builder, writer.const(0), width, group, I64, inc=True) as (start, count):
+                scale, zero = of_group(count)
                 end = writer.at(start, group)
                 with cgutils.for_range_slice(builder, start, end, one, I64, inc=True) as (k, _):
                     at = writer.times(k, TILE * _FOURS // weight.inputs_per_load)
@@ -255,6 +289,20 @@ def _product(num_rows: int) -> Any:
                             whole = weight.whole(sums[t, c], zero[c], x_start)
                             factor = builder.fmul(scale[c], x_scale)
                             builder.store(writer.fma(factor, whole, builder.load(totals[t, c])), totals[t, c])
+            num_outliers, outlier_step = writer.word(NUM_OUTLIERS), writer.const(1)
+            pairs = [
+                writer.at(writer.word(OUTLIERS), builder.mul(r, writer.times(num_outliers, _PAIR_BYTES))) for r in rows
+            ]
+            with cgutils.for_range_slice(builder, writer.const(0), num_outliers, outlier_step, I64, inc=True) as (i, _):
+                for t in range(num_rows):
+                    pair = writer.at(pairs[t], writer.times(i, _PAIR_BYTES))
+                    number = builder.fptosi(writer.load(pair, F32, 4), I64)
+                    value = writer.splat(writer.load(writer.at(pair, writer.const(4)), F32, 4))
+                    scale, zero = of_group(builder.udiv(number, group))
+                    for c, code in enumerate(weight.codes_of(codes, number)):
+                        whole = weight.whole(code, zero[c], fill(F32, -1.0))
+                        factor = builder.fmul(scale[c], value)
+                        builder.store(writer.fma(factor, whole, builder.load(totals[t, c])), totals[t, c])
             bias = writer.at(writer.word(BIAS), writer.times(channel, 4))
 
             def result(t: int, c: int) -> Any:
