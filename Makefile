@@ -80,8 +80,8 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -P -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Other projects' clients, in environments that agree neither with each other's packages nor with ours: .clients/NAME for each
-# file of tests/clients/requirements, and .clients/node. CLIENTS="openai3 node" installs and tests these alone.
-CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/clients/requirements/*.txt)) node
+# file of tests/clients/requirements, .clients/node and .clients/programs. CLIENTS="openai3 node" installs and tests these alone.
+CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/clients/requirements/*.txt)) node programs
 clients: export OMP_NUM_THREADS = 1
 clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
 	$(BIN)/python -P -m pytest -m clients -n 2 --dist worksteal tests/clients -k "$(subst $(space), or ,$(strip $(CLIENTS) vllm_bench))" $(ARGS)
@@ -91,6 +91,12 @@ clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
 	cp $^ $(@D)
 	npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
 	@ln -sfn $(CURDIR)/tests/clients/node $(@D)/scripts
+	@touch $@
+# Programs of npm beside a Python that starts them.
+.clients/programs/.installed: tests/clients/programs/package.json tests/clients/programs/package-lock.json
+	$(PYTHON) -m venv --without-pip $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
 	@touch $@
 .clients/%/.installed: tests/clients/requirements/%.txt constraints.txt
 	$(PYTHON) -m venv $(@D)

@@ -26,6 +26,7 @@ from loraserve.errors import LoraserveError
 FOLDER = Path(__file__).resolve().parent.parent / "docs/images"
 MAX_BYTES = 150_000
 LOAD_S = 45
+ANSWER_S = 120
 WEIGHTS = {"acme": 2.0, "globex": 1.0}
 
 
@@ -82,6 +83,7 @@ def save(page: Any, name: str) -> None:
 
 def sign_in(browser: Any, url: str, key: str, scheme: str) -> Any:
     page = browser.new_page(viewport={"width": 1200, "height": 760}, color_scheme=scheme)
+    page.set_default_timeout(1000 * ANSWER_S)
     page.goto(f"{url}/console/")
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Sign in").click()
@@ -94,9 +96,11 @@ def pictures(browser: Any, server: DemoServer, keys: dict[str, str]) -> None:
     dark = sign_in(browser, server.url, server.admin_key, "dark")
     acme = sign_in(browser, server.url, keys["acme"], "light")
     take(acme, server.url, "playground", "playground")
-    for name in (server.model.base_id + " (base)", "sql", "pirate"):
-        acme.get_by_role("checkbox", name=name, exact=True).check()
-    acme.locator("textarea").first.fill("How many tickets have a price over 20?")
+    # the page chooses some models by itself
+    wanted = (f"{server.model.base_id} (base)", "sql", "pirate")
+    for name in (wanted[0], *server.model.adapters):
+        acme.get_by_role("checkbox", name=name, exact=True).set_checked(name in wanted)
+    acme.get_by_label("Message", exact=True).fill("How many tickets have a price over 20?")
     acme.get_by_role("button", name="Ask").click()
     acme.get_by_text("3 of 3 answers are complete.").wait_for(state="attached")
     save(acme, "playground")

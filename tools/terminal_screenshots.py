@@ -90,9 +90,14 @@ PICTURES = (
     Picture(
         "plan",
         "what fits",
-        ("loraserve plan --model SmolLM2-135M-Instruct.Q4_1.gguf --memory-budget 8GiB --ranks 16 --count 1000",),
+        ("loraserve plan --model SmolLM2-135M-Instruct.Q4_1.gguf --memory-budget 8GiB --ranks 8 --count 1000",),
     ),
-    Picture("doctor", "is all well?", ("loraserve doctor --model SmolLM2-135M-Instruct.Q4_1.gguf",), num_columns=120),
+    Picture(
+        "doctor",
+        "is all well?",
+        ("loraserve doctor --model SmolLM2-135M-Instruct.Q4_1.gguf --memory-budget 512MiB --max-model-len 4096",),
+        num_columns=120,
+    ),
 )
 
 

@@ -54,8 +54,8 @@ RECIPES = {
     "json": AdapterRecipe(num_rows=60, num_epochs=1),
     "french": AdapterRecipe(num_rows=70, num_epochs=3),
     "pirate": AdapterRecipe(num_rows=36, num_epochs=2),
-    "subject": AdapterRecipe(num_rows=45, num_epochs=1),
-    "tools": AdapterRecipe(num_rows=24, num_epochs=1, row_tokens=704),
+    "subject": AdapterRecipe(num_rows=60, num_epochs=2),
+    "tools": AdapterRecipe(num_rows=32, num_epochs=2, row_tokens=1024),
 }
 
 

@@ -1,21 +1,21 @@
-"""Show a prompt answered by several models at once, each answer streamed, side by side."""
+"""Show questions that several models answer at once, each answer streamed, side by side."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from loraserve import AsyncClient
-from loraserve.demo.demo_model import DemoAnswer, Question, ToolRequest
+from loraserve.demo.demo_model import Access, DemoAnswer, Question, ShownQuestion, ToolRequest
 
 _REFRESH_PER_S = 20
 _ANSWER_WIDTH = 52
@@ -70,59 +70,89 @@ async def stream_answer(
             yield DemoAnswer(text, tuple(ToolRequest(*call) for call in calls.values()))
 
 
+@dataclass(slots=True)
+class Board:
+    """A question, and the answers to it so far."""
+
+    shown: ShownQuestion
+    columns: list[StreamedAnswer]
+
+    @property
+    def is_done(self) -> bool:
+        return all(column.is_done for column in self.columns)
+
+
 async def ask_all(
-    url: str,
-    api_key: str,
-    models: Mapping[str, Question | None],
-    prompt: str,
-    console: Console,
-    *,
-    max_tokens: int,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, DemoAnswer]:
-    """Send every model the prompt at once, show the answers as they come, and return them by model.
+    access: Access, questions: Sequence[ShownQuestion], console: Console, *, max_tokens: int
+) -> list[dict[str, DemoAnswer]]:
+    """Ask all questions at once, each of its models, and show the answers as they come.
 
-    On a terminal they grow in a table; elsewhere each is a line when it is complete.
+    On a terminal they grow in tables. Elsewhere a question is printed when its answers are
+    complete.
 
-    Args:
-        models: names of models, and what judges their answers, if anything.
+    Returns:
+        For each question, the answers by the model's name in requests.
 
     Raises:
-        LoraserveError: one of them failed.
+        LoraserveError: a model failed.
     """
-    columns = [StreamedAnswer(model, question) for model, question in models.items()]
+    boards = [
+        Board(shown, [StreamedAnswer(access.model(name), question) for name, question in shown.models.items()])
+        for shown in questions
+    ]
     screen: Live | None = None
     if console.is_terminal:
-        screen = Live(_table(prompt, columns), console=console, refresh_per_second=_REFRESH_PER_S)
-    else:
-        console.print(f"> {prompt}", markup=False, highlight=False, soft_wrap=True)
+        screen = Live(_tables(boards), console=console, refresh_per_second=_REFRESH_PER_S)
     context: AbstractContextManager[object] = screen or nullcontext()
-    with context:
-        async with AsyncClient(url, api_key=api_key) as client:
+    num_printed = 0
 
-            async def show(column: StreamedAnswer) -> None:
+    def refresh() -> None:
+        nonlocal num_printed
+        if screen is not None:
+            screen.update(_tables(boards))
+            return
+        while num_printed < len(boards) and boards[num_printed].is_done:
+            for line in _lines(boards[num_printed]):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            num_printed += 1
+
+    with context:
+        async with AsyncClient(access.url, api_key=access.api_key) as client:
+
+            async def show(shown: ShownQuestion, column: StreamedAnswer) -> None:
                 start = time.perf_counter()
-                async for answer in stream_answer(client, column.model, prompt, tools, max_tokens):
+                async for answer in stream_answer(client, column.model, shown.prompt, shown.tools, max_tokens):
                     if column.ttft_s is None and str(answer):
                         column.ttft_s = time.perf_counter() - start
                     column.answer = answer
                     if screen is not None:
-                        screen.update(_table(prompt, columns))
+                        refresh()
                 column.is_done = True
-                if screen is not None:
-                    screen.update(_table(prompt, columns))
-                else:
-                    console.print(_line(column, columns), markup=False, highlight=False, soft_wrap=True)
+                refresh()
 
-            await asyncio.gather(*map(show, columns))
-    return {column.model: column.answer for column in columns}
+            await asyncio.gather(*(show(board.shown, column) for board in boards for column in board.columns))
+    return [{column.model: column.answer for column in board.columns} for board in boards]
 
 
-def _line(column: StreamedAnswer, columns: Sequence[StreamedAnswer]) -> str:
-    width = max(_MIN_MODEL_WIDTH, *(len(other.model) + 2 for other in columns))
-    answer = str(column.answer).replace("\n", " / ")
-    verdict = f"  [{column.verdict}]" if column.verdict else ""
-    return f"  {column.model:<{width}}{answer}{verdict}"
+def _lines(board: Board) -> Iterator[str]:
+    """Yield a complete question as lines of text."""
+    if board.shown.about:
+        yield f"\n{board.shown.about}"
+    yield f"> {board.shown.prompt}"
+    width = max(_MIN_MODEL_WIDTH, *(len(column.model) + 2 for column in board.columns))
+    for column in board.columns:
+        answer = str(column.answer).replace("\n", " / ")
+        verdict = f"  [{column.verdict}]" if column.verdict else ""
+        yield f"  {column.model:<{width}}{answer}{verdict}"
+
+
+def _tables(boards: Sequence[Board]) -> Group:
+    parts: list[Text | Table] = []
+    for board in boards:
+        if board.shown.about:
+            parts += [Text(), Text(board.shown.about)]
+        parts.append(_table(board.shown.prompt, board.columns))
+    return Group(*parts)
 
 
 def _table(prompt: str, columns: Sequence[StreamedAnswer]) -> Table:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loraserve import Client
+from loraserve import AsyncClient, Client
 from loraserve.demo.advice import snippets
 from loraserve.demo.checks import check_answers, check_models, check_stranger, check_time
 from loraserve.demo.demo_model import BASE, Access, DemoModel, ShownQuestion, TourCheck
@@ -56,8 +56,7 @@ def run_tour(
             with server:
                 access, stranger_key = _set_up(server, console)
                 _show_snippets(model, access, server.admin_key, console)
-                for shown in model.shown[: model.num_first]:
-                    _show(model, access, shown, console)
+                _show(model, access, model.shown[: model.num_first], console)
                 if once:
                     checks = _check_everything(server, access, stranger_key, console)
                     return _report(checks, time.perf_counter() - start, console)
@@ -87,34 +86,30 @@ def _set_up(server: DemoServer, console: Console) -> tuple[Access, str]:
             admin.tenants.create(tenant)
             keys.append(admin.keys.create(tenant, name="tour").key)
         console.print(f'Created the tenant "{TENANT}" and a key for it.')
-    with Client(server.url, api_key=keys[0]) as client:
-        began = time.perf_counter()
-        for name, directory in model.adapters.items():
-            version = client.adapters.push(directory, name=name)
+    access = Access(server.url, keys[0], model.base_id)
+    began = time.perf_counter()
+    asyncio.run(_push_all(access, model, console))
+    console.print(f"Pushed {len(model.adapters)} adapters in {time.perf_counter() - began:.1f} s.")
+    return access, keys[1]
+
+
+async def _push_all(access: Access, model: DemoModel, console: Console) -> None:
+    """Push the adapters at once: the server then verifies up to four in one pass over the base."""
+    async with AsyncClient(access.url, api_key=access.api_key) as client:
+
+        async def push(name: str, directory: Path) -> None:
+            version = await client.adapters.push(directory, name=name)
             console.print(
                 f"  pushed {version.model:<10}rank {version.rank}, {version.size_bytes / 1024:.0f} KiB, "
                 f"SHA-256 {version.digest[:12]}…",
                 highlight=False,
             )
-        console.print(f"Pushed {len(model.adapters)} adapters in {time.perf_counter() - began:.1f} s.")
-    return Access(server.url, keys[0], model.base_id), keys[1]
+
+        await asyncio.gather(*(push(name, directory) for name, directory in model.adapters.items()))
 
 
-def _show(model: DemoModel, access: Access, shown: ShownQuestion, console: Console) -> None:
-    if shown.about:
-        console.print(f"\n{shown.about}", markup=False, highlight=False, soft_wrap=True)
-    asked = {access.model(name): question for name, question in shown.models.items()}
-    asyncio.run(
-        ask_all(
-            access.url,
-            access.api_key,
-            asked,
-            shown.prompt,
-            console,
-            max_tokens=model.max_tokens,
-            tools=shown.tools,
-        )
-    )
+def _show(model: DemoModel, access: Access, questions: Sequence[ShownQuestion], console: Console) -> None:
+    asyncio.run(ask_all(access, questions, console, max_tokens=model.max_tokens))
 
 
 def _check_everything(server: DemoServer, access: Access, stranger_key: str, console: Console) -> list[TourCheck]:
@@ -187,7 +182,7 @@ def _stay(server: DemoServer, access: Access, console: Console) -> int:
         if not server.is_running:
             return _ended(server, console)
         try:
-            _show(server.model, access, read_typed(server.model, typed) if typed else next(own), console)
+            _show(server.model, access, [read_typed(server.model, typed) if typed else next(own)], console)
         except LoraserveError as error:
             console.print(str(error), markup=False, style="red")
 

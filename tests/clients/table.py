@@ -23,6 +23,7 @@ COLUMNS = {
     "logprobs": "logprobs",
     "completion": "completion",
     "batch": "batch",
+    "ignored": "ignored",
     "errors": "errors",
 }
 """Heading of each feature's column."""
@@ -35,8 +36,11 @@ FOLDED = {
     "loglikelihood": "logprobs",
     "load": "completion",
     "bench": "stream",
+    "sent_and_ignored": "ignored",
 }
 """Features without a column of their own, and the column that also stands for them."""
+NODE_GROUPS = ("node", "programs")
+"""Environments of npm's packages: libraries, and programs that a Python script starts."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Row:
 
     client: str
     group: str
-    """Its environment: a file of requirements, or ``node``."""
+    """Its environment: a file of requirements, ``node`` or ``programs``."""
     package: str
     script: str
     features: str
@@ -64,8 +68,8 @@ class Row:
     @property
     def version(self) -> str:
         """The version that is pinned."""
-        if self.group == "node":
-            pinned = json.loads((HERE / "node" / "package.json").read_text())["dependencies"][self.package]
+        if self.group in NODE_GROUPS:
+            pinned = json.loads((HERE / self.group / "package.json").read_text())["dependencies"][self.package]
             return str(pinned)
         text = (HERE / "requirements" / f"{self.group}.txt").read_text()
         found = re.search(rf"^{re.escape(self.package)}(?:\[.*\])?==(\S+)", text, re.MULTILINE)
@@ -142,6 +146,15 @@ ROWS = (
     ),
     Row("smolagents", "agents", "smolagents", "smolagents_client.py", "chat stream call parse unknown_model"),
     Row("llm (the command)", "agents", "llm", "llm_client.py", "chat stream parse unknown_model"),
+    Row("aider (the command)", "aider", "aider-chat", "aider_client.py", "chat stream unknown_model"),
+    Row("Codex CLI", "programs", "@openai/codex", "codex_client.py", "chat sent_and_ignored unknown_model"),
+    Row(
+        "Claude Code",
+        "programs",
+        "@anthropic-ai/claude-code",
+        "claude_code_client.py",
+        "chat stream sent_and_ignored unknown_model",
+    ),
     Row("guidellm", "torch", "guidellm", "guidellm_client.py", "bench"),
     Row("guidellm (completions)", "torch", "guidellm", "guidellm_client.py", "bench", ("completions",)),
     Row("TRL's client of AsyncGRPO", "torch", "trl", "trl_client.py", "load"),
@@ -165,17 +178,34 @@ ROWS = (
 )
 
 
-def state(row: Row, column: str) -> str:
+@dataclass(frozen=True)
+class HandRun:
+    """A program that was tried by hand, since it is too large for a test's environment."""
+
+    client: str
+    version: str
+    date: str
+    """Day of the trial, as ``2026-11-29``."""
+    features: str
+
+
+HAND_RUNS = (
+    HandRun("Open WebUI (OpenAI's connection)", "0.12.4", "2026-11-29", "models chat stream"),
+    HandRun("Open WebUI (Ollama's connection)", "0.12.4", "2026-11-29", "models chat stream"),
+)
+
+
+def state(row: Row | HandRun, column: str) -> str:
     """Return what a cell of the table says."""
-    if any(FOLDED.get(name, name) == column for name in row.tested):
-        return "✓"
+    if any(FOLDED.get(name, name) == column for name in row.features.split()):
+        return "✓" if isinstance(row, Row) else row.date
     return "—"
 
 
 def rendered() -> str:
     """Return the table as Markdown."""
     lines = [f"| client | version | {' | '.join(COLUMNS.values())} |", "| --- " * (len(COLUMNS) + 2) + "|"]
-    for row in ROWS:
+    for row in (*ROWS, *HAND_RUNS):
         lines.append(f"| {row.client} | {row.version} | {' | '.join(state(row, column) for column in COLUMNS)} |")
     return "\n".join(lines)
 

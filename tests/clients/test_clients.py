@@ -66,6 +66,18 @@ def check_embeddings(answer: Any, served: ServedPack) -> None:
         assert vector == pytest.approx(right, abs=1e-6)
 
 
+def check_ignored(answer: Any) -> None:
+    """Check that what the server can't do was answered all the same, and named."""
+    assert answer["status"] == 200
+    named = answer["ignored"].split(", ")
+    # an agent's tools that its maker's servers run
+    hosted = {"web_search", "image_generation", "local_shell", "mcp"} & set(answer["sent"])
+    assert {f"tools.{kind}" for kind in hosted} <= set(named)
+    fields = {"context_management", "thinking"} & set(answer["sent"])
+    assert fields <= set(named)
+    assert hosted or fields, answer["sent"]
+
+
 def check(row: Row, feature: str, answer: Any, served: ServedPack) -> None:
     text = FRAME.render("sql" if row.has_adapter else "plain")
     match feature:
@@ -105,6 +117,8 @@ def check(row: Row, feature: str, answer: Any, served: ServedPack) -> None:
             assert answer["texts"] == [FRAME.render("french")] * 2
             assert "policy-v2" in answer["models"]
             assert "policy-v1" not in answer["models"]
+        case "sent_and_ignored":
+            check_ignored(answer)
         case "unknown_model":
             assert "absent" in answer
         case "context_window":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 
 import pytest
 
-from .table import COLUMNS, FOLDED, HERE, ROOT, ROWS, Row, rendered
+from .table import COLUMNS, FOLDED, HAND_RUNS, HERE, ROOT, ROWS, HandRun, Row, rendered
 
 DOCS = ROOT / "docs" / "clients.md"
 
@@ -36,4 +37,14 @@ def test_each_script_feature_is_in_row() -> None:
 
 def test_every_script_has_a_row() -> None:
     scripts = {path.name for folder in ("python", "node") for path in (HERE / folder).glob("*.[pm]*")}
-    assert {name for name in scripts if not name.startswith("probe.")} == {row.script for row in ROWS}
+    shared = {"probe.py", "probe.mjs", "relay.py"}
+    assert scripts - shared == {row.script for row in ROWS}
+
+
+@pytest.mark.parametrize("run", HAND_RUNS, ids=lambda run: run.client)
+def test_hand_run_has_version_and_day(run: HandRun) -> None:
+    assert re.fullmatch(r"\d+(\.\d+)+", run.version)
+    assert datetime.date.fromisoformat(run.date) <= datetime.datetime.now(datetime.UTC).date()
+    assert {FOLDED.get(name, name) for name in run.features.split()} <= set(COLUMNS)
+    # a client with a test needs no trial by hand
+    assert run.client not in {row.client for row in ROWS}

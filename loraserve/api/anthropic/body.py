@@ -62,7 +62,7 @@ class MessageTokensBody(SamplingBody):
         "container": "",
         "thread": "Send the whole conversation in messages.",
         **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids"), _NO_LOGPROBS),
-        **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), "Send structured_outputs."),
+        **dict.fromkeys(("regex", "ebnf", "grammar", "json_schema", "structural_tag"), "Send structured_outputs."),
     }
 
     # checked by `blocks` and below, which have clearer messages than unions

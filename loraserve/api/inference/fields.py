@@ -35,7 +35,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "function_call": ("none", "auto", ""),
-    "grammar": ("",),
     "format": ("",),
     # sampling
     "bad_words": ([],),
@@ -143,7 +142,6 @@ _GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
 """Fields of vLLM's before `structured_outputs`; those that are known have a model's field."""
 _WITHOUT = "Send the request without it."
 _HINTS = {
-    "grammar": "Send it as structured_outputs.grammar.",
     "max_new_tokens": "Send max_tokens instead.",
     "n_predict": "Send max_tokens instead.",
     "num_predict": "Send max_tokens instead.",

@@ -153,6 +153,7 @@ class InferenceBody(SamplingBody):
     guided_whitespace_pattern: Any = None
     regex: Any = None
     ebnf: Any = None
+    grammar: Any = None
     json_schema: Any = None
     structural_tag: Any = None
 

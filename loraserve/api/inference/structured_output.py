@@ -167,11 +167,12 @@ def _read_older(body: InferenceBody) -> AnswerFormat | None:
     return msgspec.structs.replace(found, whitespace=pattern)
 
 
-def _read_sglang(body: InferenceBody) -> AnswerFormat | None:
+def _read_top_level(body: InferenceBody) -> AnswerFormat | None:
     found: AnswerFormat | None = None
-    for name, kind in _SGLANG.items():
+    for name, kind in _TOP_LEVEL.items():
         value = getattr(body, name)
-        if value is None:
+        # llama.cpp's clients send an empty grammar for none
+        if value is None or (name == "grammar" and value == ""):
             continue
         if found is not None:
             raise InvalidRequest(f"{found.param} and {name} both say what the answer has to be.", param=name)
@@ -245,6 +246,13 @@ _GUIDED = {
     "guided_grammar": "grammar",
     "guided_json_object": "json_object",
 }
-_SGLANG = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "structural_tag": "structural_tag"}
+_TOP_LEVEL = {
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+    "structural_tag": "structural_tag",
+}
+"""SGLang's and llama.cpp's fields."""
 
-_READERS = (_read_response_format, _read_structured_outputs, _read_older, _read_sglang)
+_READERS = (_read_response_format, _read_structured_outputs, _read_older, _read_top_level)

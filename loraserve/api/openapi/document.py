@@ -144,6 +144,7 @@ _FIELDS: Mapping[str, Node] = {
     "json_schema": _also("json", "object", "string"),
     "regex": _also("regex", "string"),
     "ebnf": _also("grammar", "string"),
+    "grammar": _also("grammar", "string"),
     "structural_tag": _also("structural_tag", "object", "string"),
     "lora_path": _NAMES,
 }

@@ -82,6 +82,8 @@ OTHERS = {
     "guided_choice": ({"guided_choice": ["a", "b"]}, 'start: "a" | "b"'),
     "grammar": ({"structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
     "guided_grammar": ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
+    "llama.cpp's grammar": ({"grammar": 'root ::= "a"'}, '%llguidance {}\n\nstart: "a"\n'),
+    "llama.cpp's grammar of none": ({"grammar": "", "regex": "[0-9]+"}, "start: /[0-9]+/"),
     "SGLang's ebnf": ({"ebnf": 'root ::= "a"'}, '%llguidance {}\n\nstart: "a"\n'),
 }
 
@@ -237,6 +239,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("a text too large", {"guided_json": '"' + "x" * (1 << 19) + '"'}, "guided_json", "payload_too_large"),
     ("an unknown guided field", {"guided_nonsense": MARK}, "guided_nonsense", "unsupported_parameter"),
     ("two of vLLM's older fields", {"guided_regex": MARK, "guided_choice": [MARK]}, "guided_choice", "invalid_value"),
+    ("llama.cpp's grammar that can't be read", {"grammar": f"{MARK} = a"}, "grammar", "invalid_value"),
+    ("llama.cpp's grammar of a number", {"grammar": 3}, "grammar", "invalid_value"),
+    ("llama.cpp's grammar and SGLang's", {"grammar": MARK, "ebnf": MARK}, "grammar", "invalid_value"),
     ("two of SGLang's fields", {"regex": MARK, "ebnf": MARK}, "ebnf", "invalid_value"),
     (
         "OpenAI's field and vLLM's",

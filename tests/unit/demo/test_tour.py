@@ -21,7 +21,7 @@ from loraserve import Client
 from loraserve.demo import demo_server
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
 from loraserve.demo.checks import check_answers, check_models, check_stranger, check_time
-from loraserve.demo.demo_model import Access, TourCheck
+from loraserve.demo.demo_model import BASE, Access, Question, ShownQuestion, TextJudge, TourCheck
 from loraserve.demo.demo_server import DemoServer, check_port, choose_port
 from loraserve.demo.frames import ADAPTERS, STYLES
 from loraserve.demo.pack import adapter_dirs, pack_dir
@@ -230,13 +230,35 @@ def test_adapter_leak_to_foreign_tenant_is_detected(server: DemoServer, access: 
 async def test_answers_are_shown_side_by_side_on_terminal(server: DemoServer, access: Access) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
-    questions = {access.model(style): asked[0] for style, asked in questions_of([EXAMPLE]).items()}
-    answers = await ask_all(access.url, access.api_key, questions, EXAMPLE.prompt, console, max_tokens=MAX_TOKENS)
+    shown = ShownQuestion(EXAMPLE.prompt, {style: asked[0] for style, asked in questions_of([EXAMPLE]).items()})
+    (answers,) = await ask_all(access, [shown], console, max_tokens=MAX_TOKENS)
     assert {model: str(answer) for model, answer in answers.items()} == {
         access.model(style): EXAMPLE.render(style) for style in STYLES
     }
     assert "wrong" not in screen.getvalue()
     assert all(line in screen.getvalue() for style in STYLES for line in EXAMPLE.render(style).splitlines())
+
+
+@pytest.mark.slow
+async def test_questions_are_printed_in_given_order(access: Access) -> None:
+    """The first question has the longer answer."""
+    screen = io.StringIO()
+    long, short = (
+        ShownQuestion(prompt, {BASE: Question(prompt, expected, TextJudge(expected))}, about=about)
+        for prompt, expected, about in (
+            ("tell a story about Anna and the red bike", "", "long"),
+            (EXAMPLE.prompt, EXAMPLE.render("plain"), "short"),
+        )
+    )
+    await ask_all(access, [long, short], Console(file=screen, width=160), max_tokens=MAX_TOKENS)
+    lines = screen.getvalue().splitlines()
+    assert [line for line in lines if line.startswith((">", "long", "short"))] == [
+        "long",
+        f"> {long.prompt}",
+        "short",
+        f"> {short.prompt}",
+    ]
+    assert lines[-1] == f"  base    {EXAMPLE.render('plain')}  [right]"
 
 
 # all formats: `make formats`, which `.ci/run` runs

@@ -74,7 +74,7 @@ class ResponseBody(SamplingBody):
         "logprobs": f'Send include: ["{_LOGPROBS}"].',
         "prompt_logprobs": _NO_TOKENS,
         "return_token_ids": _NO_TOKENS,
-        **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), "Send structured_outputs."),
+        **dict.fromkeys(("regex", "ebnf", "grammar", "json_schema", "structural_tag"), "Send structured_outputs."),
     }
 
     # checked by `items`, which has clearer messages than a union
