@@ -5,7 +5,6 @@ only the engine is a stand-in.
 from __future__ import annotations
 
 import asyncio
-import functools
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from shared_texts import template_of, tokenizer_of
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -40,7 +40,6 @@ from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator, Caller
 from loraserve.text.chat_format import ChatFormat
-from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
@@ -79,18 +78,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return path
-
-
-@functools.cache
-def tokenizer_of(model_dir: Path) -> Tokenizer:
-    """Return a model's tokenizer, which tests share."""
-    return Tokenizer(model_dir)
-
-
-@functools.cache
-def template_of(model_dir: Path) -> ChatTemplate:
-    """Return a model's template, which tests share."""
-    return ChatTemplate(model_dir, tokenizer_of(model_dir))
 
 
 def pooled_by_fake(request: GenerateRequest, hidden_size: int) -> np.ndarray:
