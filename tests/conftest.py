@@ -33,7 +33,7 @@ with suppress(ImportError):
     settings.register_profile("without deadline", deadline=None)
     settings.load_profile("without deadline")
 
-pytest_plugins = ["certificates", "failures", "garbage", "interpreted", "rank_pool", "workers"]
+pytest_plugins = ["certificates", "failures", "garbage", "interpreted", "rank_pool", "statements", "workers"]
 
 POSTGRES_URL = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]

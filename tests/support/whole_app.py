@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 from safetensors.numpy import save
+from shared_texts import template_of, tokenizer_of
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -37,8 +38,6 @@ from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.text.chat_format import ChatFormat
-from loraserve.text.chat_template import ChatTemplate
-from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
     AdapterResidency,
@@ -132,7 +131,7 @@ async def services(
     migrated_sqlite: Path,
     tmp_path: Path,
 ) -> AsyncIterator[Services]:
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = tokenizer_of(model_dir)
     base = msgspec.structs.replace(small_base, vocab_size=tokenizer.vocab_size)
     engine = StillEngine(base, make_certificate())
     shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
@@ -159,7 +158,7 @@ async def services(
         authenticator=authenticator,
         store=store,
         tokenizer=tokenizer,
-        chat_format=ChatFormat(ChatTemplate(model_dir, tokenizer), tokenizer),
+        chat_format=ChatFormat(template_of(model_dir), tokenizer),
         usage=usage,
         responses=StoredResponses(database),
     )

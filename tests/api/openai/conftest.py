@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from shared_texts import template_of, tokenizer_of
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -39,7 +40,6 @@ from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator, Caller
 from loraserve.text.chat_format import ChatFormat
-from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
@@ -229,7 +229,7 @@ class FakeEngine:
 
 @pytest.fixture
 def base(small_base: BaseSpec, model_dir: Path) -> BaseSpec:
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = tokenizer_of(model_dir)
     eos = tokenizer.token_to_id(EOS)
     assert eos is not None
     return msgspec.structs.replace(
@@ -239,7 +239,7 @@ def base(small_base: BaseSpec, model_dir: Path) -> BaseSpec:
 
 @pytest.fixture
 def engine(base: BaseSpec, model_dir: Path) -> FakeEngine:
-    return FakeEngine(base, Tokenizer(model_dir))
+    return FakeEngine(base, tokenizer_of(model_dir))
 
 
 @pytest.fixture
@@ -253,17 +253,69 @@ def base_defaults() -> GenerationDefaults:
     return NO_DEFAULTS
 
 
+@dataclass(frozen=True)
+class Published:
+    """A registry in which acme has the adapter ``sql`` at version 1, to copy."""
+
+    folder: Path
+    key: str
+
+
+Upload = tuple[bytes, bytes]
+
+
+@pytest.fixture(scope="session")
+def publish_once(tmp_path_factory: pytest.TempPathFactory, migrated_sqlite: Path) -> PublishOnce:
+    """A function that makes a base's `Published`, the first time."""
+    made: dict[bytes, Published] = {}
+
+    async def run(base: BaseSpec, upload: Upload) -> Published:
+        name = msgspec.json.encode(base)
+        if name not in made:
+            folder = tmp_path_factory.mktemp("published")
+            shutil.copyfile(migrated_sqlite, folder / "registry.db")
+            database = Database(f"sqlite:///{folder / 'registry.db'}")
+            authenticator = Authenticator(database, admin_key=ADMIN_KEY)
+            await authenticator.open()
+            acme = await create_tenant(authenticator, "acme")
+            registry = Registry(database, LocalStore(folder / "blobs"), lambda: base)
+            await publish_upload(registry, acme.caller.tenant, "sql", upload)
+            await database.dispose()
+            made[name] = Published(folder, acme.key)
+        return made[name]
+
+    return run
+
+
+PublishOnce = Callable[[BaseSpec, Upload], Awaitable[Published]]
+
+
+@pytest.fixture
+async def published(
+    request: pytest.FixtureRequest,
+    base: BaseSpec,
+    make_upload: Callable[..., Upload],
+    publish_once: PublishOnce,
+) -> Published | None:
+    """Return what the registry begins as, for tests with the fixture `sql`; None: empty."""
+    return await publish_once(base, make_upload()) if "sql" in request.fixturenames else None
+
+
 @pytest.fixture
 async def services(
     engine: FakeEngine,
     base: BaseSpec,
     model_dir: Path,
     migrated_sqlite: Path,
+    published: Published | None,
     tmp_path: Path,
     limits: Limits,
     base_defaults: GenerationDefaults,
 ) -> AsyncIterator[Services]:
-    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    if published is None:
+        shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    else:
+        shutil.copytree(published.folder, tmp_path, dirs_exist_ok=True)
     database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
     store = LocalStore(tmp_path / "blobs")
     authenticator = Authenticator(database, admin_key=ADMIN_KEY)
@@ -276,7 +328,7 @@ async def services(
         authenticator=authenticator,
         store=store,
         tokenizer=engine.tokenizer,
-        chat_format=ChatFormat(ChatTemplate(model_dir, engine.tokenizer), engine.tokenizer),
+        chat_format=ChatFormat(template_of(model_dir), engine.tokenizer),
         base_defaults=base_defaults,
         limits=limits,
         usage=usage,
@@ -309,18 +361,28 @@ async def url(app: FastAPI, services: Services, tls: TlsFiles | None) -> AsyncIt
 
 @asynccontextmanager
 async def served(app: FastAPI, services: Services, tls: TlsFiles | None = None) -> AsyncIterator[str]:
+    """Serve an app with the steps of `HTTPServer.serve`, without its waits, 0.2 s at each end."""
     server = make_http_server(app, services, tls)
     listener = open_listener("127.0.0.1", 0)
-    address = listener_url(listener, "http" if tls is None else "https")
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[listener])
+    # sets the headers of each answer
+    await server.on_tick(0)
     try:
-        yield address
+        yield listener_url(listener, "http" if tls is None else "https")
     finally:
-        server.should_exit = True
-        server.force_exit = True
-        await task
+        for acceptor in server.servers:
+            acceptor.close()
+        state = server.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(0.001)
+        for acceptor in server.servers:
+            await acceptor.wait_closed()
 
 
 @dataclass
@@ -333,47 +395,65 @@ class Tenant:
         return {"authorization": f"Bearer {self.key}"}
 
 
+async def create_tenant(authenticator: Authenticator, name: str) -> Tenant:
+    record = await authenticator.tenants.create(name, actor="test")
+    made = await authenticator.keys.create(record.id, name="test", actor="test")
+    return Tenant(await authenticator.authenticate(made.secret), made.secret)
+
+
+async def publish_upload(
+    registry: Registry, owner: TenantId, name: str, upload: Upload, extras: Mapping[str, bytes] | None = None
+) -> int:
+    """Publish an adapter as the management routes do; return its version."""
+    config, weights = upload
+    staged = await registry.uploads.stage(owner)
+    try:
+        staged.write(weights)
+        published = await registry.publisher.publish(
+            owner, name, config, staged, actor="test", extras=ExtraFiles.read(extras or {})
+        )
+    finally:
+        await registry.uploads.release(owner, staged)
+    assert published.version.version is not None
+    return published.version.version
+
+
 @pytest.fixture
-async def make_tenant(services: Services) -> Callable[[str], Awaitable[Tenant]]:
+def make_tenant(services: Services) -> Callable[[str], Awaitable[Tenant]]:
     async def make(name: str) -> Tenant:
-        record = await services.authenticator.tenants.create(name, actor="test")
-        made = await services.authenticator.keys.create(record.id, name="test", actor="test")
-        return Tenant(await services.authenticator.authenticate(made.secret), made.secret)
+        return await create_tenant(services.authenticator, name)
 
     return make
 
 
 @pytest.fixture
-async def acme(make_tenant: Callable[[str], Awaitable[Tenant]]) -> Tenant:
-    return await make_tenant("acme")
+async def acme(
+    services: Services, make_tenant: Callable[[str], Awaitable[Tenant]], published: Published | None
+) -> Tenant:
+    if published is None:
+        return await make_tenant("acme")
+    return Tenant(await services.authenticator.authenticate(published.key), published.key)
 
 
 @pytest.fixture
-def publish(services: Services, acme: Tenant, make_upload: Callable[..., tuple[bytes, bytes]]) -> Callable[..., Any]:
+def publish(services: Services, acme: Tenant, make_upload: Callable[..., Upload]) -> Callable[..., Any]:
     """Publishes an adapter for acme (or another), as an upload would."""
 
     async def run(name: str = "sql", seed: int = 0, tenant: Tenant | None = None, **extras: bytes) -> int:
-        config, weights = make_upload(seed)
-        uploads = services.registry.uploads
         owner = (tenant or acme).caller.tenant
-        staged = await uploads.stage(owner)
-        try:
-            staged.write(weights)
-            published = await services.registry.publisher.publish(
-                owner, name, config, staged, actor="test", extras=ExtraFiles.read(extras)
-            )
-        finally:
-            await uploads.release(owner, staged)
-        assert published.version.version is not None
-        return published.version.version
+        return await publish_upload(services.registry, owner, name, make_upload(seed), extras)
 
     return run
 
 
 @pytest.fixture
-async def client(url: str, acme: Tenant, publish: Callable[..., Any]) -> AsyncIterator[httpx2.AsyncClient]:
+def sql() -> None:
+    """Have `services` begin with acme's adapter ``sql`` at version 1."""
+
+
+@pytest.fixture
+async def client(url: str, acme: Tenant, sql: None) -> AsyncIterator[httpx2.AsyncClient]:
     """acme's client; acme has the adapter ``sql`` at version 1."""
-    await publish("sql")
     async with httpx2.AsyncClient(base_url=url, headers=acme.headers, timeout=60) as client:
         yield client
 

@@ -413,9 +413,9 @@ async def test_ping_accepts_post_and_version_requires_key(url: str, client: http
 
 
 async def test_tokenizer_info_contains_config_plain_tokens_and_template(
-    client: httpx2.AsyncClient, services: Services
+    client: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    services.tokenizer.config = {
+    config = {
         "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False},
         "added_tokens_decoder": {"7": {"content": "<|x|>", "special": True}},
         # transformers' word for none
@@ -424,6 +424,7 @@ async def test_tokenizer_info_contains_config_plain_tokens_and_template(
         "vocab_file": "/home/someone/vocab.json",
         "chat_template": "an older one",
     }
+    monkeypatch.setattr(services.tokenizer, "config", config)
     info = (await client.get("/tokenizer_info")).json()
     assert info == {
         "bos_token": "<s>",

@@ -102,11 +102,17 @@ VARIABLES = "{{ mood | default('none') }}/{{ style | default('none') }}/{{ reaso
 
 @pytest.mark.parametrize("own_template", [True, False], ids=["own", "base"])
 async def test_template_variables_merge_over_version_and_server(
-    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any, services: Services, own_template: bool
+    client: httpx2.AsyncClient,
+    publish: Callable[..., Any],
+    engine: Any,
+    services: Services,
+    own_template: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     services.chat_format.variables = {"mood": "server", "style": "server", "reasoning_effort": "server"}
     if not own_template:
-        services.chat_format.template._templates["default"] = jinja2.Template(VARIABLES)  # type: ignore[union-attr]
+        templates = services.chat_format.template._templates  # type: ignore[union-attr]
+        monkeypatch.setitem(templates, "default", jinja2.Template(VARIABLES))
     extras = {"chat_template": VARIABLES.encode()} if own_template else {}
     version = await publish("sql", **extras, chat_template_kwargs=b'{"mood": "version", "style": "version"}')
     model, kwargs = f"sql@{version}", {"chat_template_kwargs": {"mood": "request"}}
