@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo cluster formats test clients ray browser screenshots terminal check bench gpu docs dist format sdk clean
+.PHONY: demo cluster formats test coverage clients ray browser screenshots terminal check bench gpu docs dist format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             serve a small trained model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
@@ -17,6 +17,7 @@ help:
 	@echo "make cluster          two engine replicas on Ray Serve, PostgreSQL and an S3 store: a checked tour with kills and scaling"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
+	@echo "make coverage         the tests, and the lines of the product that they run, in coverage.xml too (ARGS=tests/unit to choose)"
 	@echo "make clients          other projects' clients against the server, each in an environment of its own (ARGS='-k node' to choose)"
 	@echo "make ray              streams on a cluster of Ray Serve, through kills, restarts and scaling (ARGS='-k killed' to choose)"
 	@echo "make browser          the web console in Debian's Chromium (ARGS='-k playground' to choose)"
@@ -78,6 +79,12 @@ test: export OMP_NUM_THREADS = 1
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev
 	$(BIN)/python -P -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Each process that the tests start counts too. Lines of compiled kernels are never run by Python.
+coverage: export OMP_NUM_THREADS = 1
+coverage: export PYTHONDONTWRITEBYTECODE =
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python -P -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered --cov-report=xml $(ARGS)
 
 # Other projects' clients, in environments that agree neither with each other's packages nor with ours: .clients/NAME for each
 # file of tests/clients/requirements, .clients/node and .clients/programs. CLIENTS="openai3 node" installs and tests these alone.
@@ -154,6 +161,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/python -P tools/generate_sync_sdk.py --check
 	$(BIN)/mypy
+	$(BIN)/mypy $(wildcard tests/support/*.py) $(shell find tests -name conftest.py)
 	$(BIN)/lint-imports
 	$(BIN)/python -P -m loraserve.db.check
 

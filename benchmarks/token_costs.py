@@ -12,6 +12,9 @@ surrounds the forward pass, which is why it is the default. The engine sleeps be
 steps, as if they took as long as a larger base's: otherwise a server on a busy machine falls
 behind, and joins the tokens of several steps, which costs less a token. What a server without
 requests takes in the same time is subtracted.
+
+Afterwards the functions are counted that a token of a lone stream passes in the server's process:
+those of ours that are called once for at least nine of ten chunks between the first and the last.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +43,12 @@ PROMPT_TOKENS = 8
 RECEIVE_BYTES = 1 << 16
 _IDLE_S = 5.0
 _EVENT = b"data: {"
+_CALL_COUNTING = Path(__file__).resolve().parent / "call_counting"
+_NUM_UNCOUNTED = 16
+"""Chunks at the beginning of a stream whose calls aren't counted."""
+_COUNTED_PART = 0.75
+"""Part of a stream's tokens, of which some have no chunk, after which no calls are counted."""
+_COUNTS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,15 @@ class Cost:
     """Time of the engine's main thread, forward pass included."""
     tokens_per_chunk: float
     """More than one where the server fell behind the engine, and joined the tokens of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPath:
+    """Functions that a streamed token passes in the server's process, ordered by file."""
+
+    functions: tuple[str, ...]
+    """As ``file: function``, each with its calls a token."""
+    num_files: int
 
 
 class Stream:
@@ -157,15 +177,74 @@ async def turn(
     )
 
 
+async def token_path(
+    server: Server, folder: Path, num_tokens: int, *, is_chat: bool, vocab: int, min_calls: float = 0.9
+) -> TokenPath:
+    """Find the functions that a token of a lone stream passes in the server's process.
+
+    Args:
+        folder: where the server writes its counts.
+        min_calls: calls a chunk that a function on its way has at least.
+
+    Raises:
+        SystemExit: the server counts nothing.
+    """
+    [stream] = make_streams(server, 1, num_tokens, vocab=vocab, is_chat=is_chat)
+    task = asyncio.create_task(stream.run())
+    counts = folder / f"{server.pid}.json"
+    num_before = await _reach(stream, task, _NUM_UNCOUNTED)
+    os.kill(server.pid, signal.SIGUSR2)
+    num_counted = await _reach(stream, task, int(_COUNTED_PART * num_tokens)) - num_before
+    os.kill(server.pid, signal.SIGUSR2)
+    await task
+    ends_at = time.monotonic() + _COUNTS_TIMEOUT_S
+    while not counts.exists():
+        if time.monotonic() > ends_at:
+            raise SystemExit(f"the server wrote no counts to {counts} within {_COUNTS_TIMEOUT_S:g} s")
+        await asyncio.sleep(0.01)
+    calls = [(_own_file(file), name, count / num_counted) for file, name, count in json.loads(counts.read_text())]
+    passed = sorted((file, name, count) for file, name, count in calls if file and count >= min_calls)
+    functions = tuple(f"{file}: {name} {count:.1f}" for file, name, count in passed)
+    return TokenPath(functions, len({file for file, _, _ in passed}))
+
+
+async def _reach(stream: Stream, task: asyncio.Task[None], num_chunks: int) -> int:
+    """Wait until the stream has had that many chunks; return how many it has had.
+
+    Raises:
+        SystemExit: it ended before.
+    """
+    while stream.num_chunks < num_chunks:
+        if task.done():
+            await task
+            raise SystemExit(f"a stream ended after {stream.num_chunks} chunks, expected {num_chunks} and more")
+        await asyncio.sleep(0.001)
+    return stream.num_chunks
+
+
+def _own_file(path: str) -> str:
+    """The file's path in our package; empty if it's in another one."""
+    _, package, file = path.rpartition("/loraserve/")
+    return file if package and "site-packages" not in path else ""
+
+
 @contextlib.contextmanager
-def importing(tree: str | None, pause_s: float | None = None) -> Iterator[None]:
-    """Let servers that start meanwhile import another tree, and their engines pause."""
+def importing(tree: str | None, pause_s: float | None = None, counts: Path | None = None) -> Iterator[None]:
+    """Let servers that start meanwhile import another tree, and their engines pause.
+
+    Args:
+        counts: the folder in which they count calls on SIGUSR2.
+    """
     before = dict(os.environ)
     if pause_s is not None:
         os.environ["LORASERVE_FAULTS"] = f"engine.after_outputs=delay:{pause_s}"
-    if tree is not None:
-        # servers run in folders of their own
-        os.environ["PYTHONPATH"] = str(Path(tree).resolve())
+    # servers run in folders of their own
+    paths = [] if tree is None else [str(Path(tree).resolve())]
+    if counts is not None:
+        os.environ["CALL_COUNTS_DIR"] = str(counts)
+        paths.append(str(_CALL_COUNTING))
+    if paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     try:
         yield
     finally:
@@ -173,8 +252,10 @@ def importing(tree: str | None, pause_s: float | None = None) -> Iterator[None]:
         os.environ.update(before)
 
 
-def measure(options: argparse.Namespace, streams: Sequence[int]) -> dict[str, dict[int, list[Cost]]]:
-    """Costs by tree and number of streams, turns alternating."""
+def measure(
+    options: argparse.Namespace, streams: Sequence[int]
+) -> tuple[dict[str, dict[int, list[Cost]]], dict[str, TokenPath]]:
+    """Costs by tree and number of streams, turns alternating; then a token's path by tree."""
     trees = {"this": None} | ({"other": options.beside} if options.beside is not None else {})
     costs: dict[str, dict[int, list[Cost]]] = {name: {count: [] for count in streams} for name in trees}
     model = make_base(options.size) if options.model is None else Path(options.model)
@@ -182,9 +263,10 @@ def measure(options: argparse.Namespace, streams: Sequence[int]) -> dict[str, di
     flags = ("--memory-budget", "1GiB", "--host-cache", "64MiB", "--speculation", "off")
     with contextlib.ExitStack() as stack:
         servers = {}
+        counts = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraserve-bench-")))
         for name, tree in trees.items():
             say(f"starting {name} …")
-            with importing(tree, options.pause_s):
+            with importing(tree, options.pause_s, counts):
                 servers[name] = stack.enter_context(serve(model, options.quantize, flags=flags))
         idle = {name: idle_share(server.pid) for name, server in servers.items()}
         say(f"processor's part without requests: {idle}")
@@ -197,11 +279,15 @@ def measure(options: argparse.Namespace, streams: Sequence[int]) -> dict[str, di
                     if number >= 0:
                         costs[name][count].append(cost)
                         say(f"{name} {count}: {cost}")
-    return costs
+        paths = {
+            name: asyncio.run(token_path(server, counts, options.tokens, is_chat=options.chat, vocab=vocab))
+            for name, server in servers.items()
+        }
+    return costs, paths
 
 
-def table(costs: dict[str, dict[int, list[Cost]]]) -> str:
-    """Medians, a row for each number of streams and tree."""
+def table(costs: dict[str, dict[int, list[Cost]]], paths: dict[str, TokenPath]) -> str:
+    """Medians, a row for each number of streams and tree; then each tree's path of a token."""
     lines = ["| streams | tree | server, µs a token | engine's main thread, µs a token | tokens a chunk |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for count in next(iter(costs.values())):
@@ -211,6 +297,10 @@ def table(costs: dict[str, dict[int, list[Cost]]]) -> str:
                 for field in ("server_us", "engine_us", "tokens_per_chunk")
             ]
             lines.append(f"| {count} | {name} | {medians[0]:.1f} | {medians[1]:.1f} | {medians[2]:.2f} |")
+    lines += ["", "| tree | functions of a streamed token | in files |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {len(path.functions)} | {path.num_files} |" for name, path in paths.items()]
+    for name, path in paths.items():
+        lines += ["", f"Functions of {name} tree, with calls a token:", *(f"- {each}" for each in path.functions)]
     return "\n".join(lines)
 
 
@@ -230,15 +320,16 @@ def main(arguments: list[str] | None = None) -> None:
     options.turns = 2 if options.quick else options.turns
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     machine = reporting.facts()
-    costs = measure(options, options.streams)
+    costs, paths = measure(options, options.streams)
     reporting.finish(
         "token_costs",
         "Processor time of a streamed token",
-        table(costs) + "\n",
+        table(costs, paths) + "\n",
         machine,
         options,
         arguments,
         costs={name: {str(count): turns for count, turns in by.items()} for name, by in costs.items()},
+        paths=paths,
     )
 
 

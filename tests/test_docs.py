@@ -67,6 +67,35 @@ def test_links_of_the_texts_lead_somewhere() -> None:
     assert not lost
 
 
+def test_architecture_names_existing_modules() -> None:
+    sources = {"loraserve": ROOT / "loraserve", "adapters_store": ROOT / "adapters_store"}
+    sources["kernels"] = ROOT / "kernels" / "loraserve_kernels"
+    modules = {
+        ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
+        for package, folder in sources.items()
+        for path in folder.rglob("*.py")
+    }
+
+    def is_there(name: str) -> bool:
+        """Check for a file, a module by the end of its dotted name, or a name in such a module."""
+        if (ROOT / name).exists():
+            return True
+        parts = name.replace("/", ".").split(".")
+        for num_parts in range(len(parts), 0, -1):
+            owner, within = ".".join(parts[:num_parts]), parts[num_parts:]
+            for module, path in modules.items():
+                if f".{module}".endswith(f".{owner}"):
+                    source = path.read_text()
+                    if all(re.search(rf"\b{part}\b", source) for part in within):
+                        return True
+        return False
+
+    _, flows = (ROOT / "ARCHITECTURE.md").read_text().split("## Main flows")
+    names = set(re.findall(r"`([a-z_0-9]+(?:[./][A-Za-z_0-9]+)+)`", flows))
+    assert len(names) > 90
+    assert not [name for name in sorted(names) if not is_there(name)]
+
+
 def test_site_needs_only_own_files() -> None:
     """A page that links out of docs/ is complete on GitHub, and broken on the site."""
     outside = [

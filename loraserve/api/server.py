@@ -42,7 +42,7 @@ from loraserve.engine_client.interface import EngineMaker
 from loraserve.errors import ConfigError
 from loraserve.model.checkpoint.source import local_draft_dir, resolve_model_dir
 from loraserve.registry.health.base_names import BaseNames
-from loraserve.registry.publishing.publisher import MAX_INSPECTIONS
+from loraserve.registry.publishing.inspector import MAX_INSPECTIONS
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.settings import Settings

@@ -105,16 +105,16 @@ class Services:
         self.pauses = Pauses(self.limits.max_pause_s)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)
-        self.registry.publisher.inspect_template = self.templates.inspect
+        self.registry.inspector.inspect_template = self.templates.inspect
         fit = DeviceFit(
             lambda: self.engine.stats,
             self.settings.adapter_dtype,
             has_one_process=self.settings.tensor_parallel * self.settings.pipeline_parallel == 1,
         )
-        self.registry.publisher.check_fit = fit.check
+        self.registry.inspector.check_fit = fit.check
         self.registry.uploads.containers = (*CONTAINERS, GgufAdapter())
         self.registry.stored_fit.doubts = fit.may_exceed
-        self.registry.publisher.tokenizer = lambda: self.tokenizer
+        self.registry.inspector.tokenizer = lambda: self.tokenizer
         self.version_chats = VersionChats(
             lambda: self.chat_format,
             self.tokenizer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,11 @@ from loraserve.engine_client import messages as m
 from loraserve.engine_client.admission import QueueBounds
 from loraserve.engine_client.chunk import Chunk
 from loraserve.engine_client.live_request import LiveRequest
-from loraserve.engine_client.output import OutputProcessor
+from loraserve.engine_client.live_requests import LiveRequests
 from loraserve.errors import (
     EngineError,
     EngineUnavailable,
     LoraserveError,
-    Overloaded,
 )
 from loraserve.limits import LIMITS
 from loraserve.text.tokenizer import Tokenizer
@@ -34,7 +32,6 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
-    RequestId,
     TenantId,
 )
 
@@ -71,21 +68,19 @@ class ClusterEngine:
             drain_s: seconds that streams may stay at a replica that leaves; then they move.
             on_damage: as `EngineClient`'s.
         """
-        self._tokenizer = tokenizer
         self._num_slots = config.max_num_seqs
         self._bounds = QueueBounds(config.max_num_seqs, config.max_num_seqs + LIMITS.max_queued_requests)
-        self._drain_s, self._max_queue_wait_s = drain_s, max_queue_wait_s
+        self._requests = LiveRequests(self._bounds, tokenizer, max_queue_wait_s=max_queue_wait_s)
+        self._drain_s = drain_s
         self._table = members()
         # Serve may be set to run its router on a loop of its own
         later = asyncio.get_running_loop().call_soon_threadsafe
         self._calls = ReplicaCalls(handle, self._table, on_damage)
-        self._streams = ReplicaStreams(self._calls, self._table, self._note_began)
+        self._streams = ReplicaStreams(self._calls, self._table, self._requests.note_began)
         self._table.on_change = lambda came, left: later(self._replicas_changed, came, left)
         self._table.on_routed = lambda request_id, replica_id: later(self._streams.note_routed, request_id, replica_id)
         self._stats = StatsSum()
         self._base: BaseSpec | None = None
-        self._is_stopping = False
-        self._live: dict[RequestId, LiveRequest] = {}
         self._pins: dict[Digest, AdapterRef] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -116,7 +111,7 @@ class ClusterEngine:
     @property
     def is_ready(self) -> bool:
         """Whether requests sent now are computed now."""
-        return self._base is not None and not self._is_stopping and self._has_ready_replica
+        return self._base is not None and not self._requests.is_stopping and self._has_ready_replica
 
     @property
     def _has_ready_replica(self) -> bool:
@@ -137,7 +132,7 @@ class ClusterEngine:
     @property
     def status(self) -> str | None:
         """Reason why requests can't be computed now; None if they can."""
-        if self._is_stopping:
+        if self._requests.is_stopping:
             return "The server is shutting down."
         if self._base is None or not self._table.ids:
             return "No engine replica is ready yet."
@@ -158,7 +153,7 @@ class ClusterEngine:
     @property
     def num_live_requests(self) -> int:
         """Requests between admission and end."""
-        return len(self._live)
+        return len(self._requests.by_id)
 
     @property
     def num_waiting_clients(self) -> int:
@@ -168,7 +163,7 @@ class ClusterEngine:
     @property
     def is_computing_here(self) -> bool:
         """Whether requests are under way that processors compute, maybe this machine's."""
-        return self._base is not None and self._base.device == "cpu" and bool(self._live)
+        return self._base is not None and self._base.device == "cpu" and bool(self._requests.by_id)
 
     async def start(self) -> None:
         """Wait until a replica has answered; one that leaves meanwhile needn't be the last."""
@@ -181,12 +176,7 @@ class ClusterEngine:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, wait up to `grace_s` for those alive; the others fail."""
-        self._is_stopping = True
-        deadline = time.monotonic() + grace_s
-        while self._live and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        for live in list(self._live.values()):
-            live.fail(EngineUnavailable("The server is shutting down."))
+        await self._requests.stop(grace_s)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -194,56 +184,19 @@ class ClusterEngine:
 
     # requests
 
-    async def generate(self, request: m.GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: m.GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Yield the answer as it is made, wherever; the last chunk has a finish reason.
 
         Closing the generator aborts the request. It raises what `EngineClient.generate` does.
         """
-        processor = OutputProcessor(request, self._tokenizer)
-        taker = processor.direct_taker
-        live = self._admit(request)
+        return self._requests.generate(request, self._send)
+
+    def _send(self, live: LiveRequest) -> Callable[[], object]:
+        """Begin to compute a request at a replica; return what ends it there."""
         task = asyncio.create_task(self._streams.compute(live), name="cluster-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        try:
-            try:
-                output = await live.next(self._max_queue_wait_s)
-            except TimeoutError:
-                raise Overloaded(
-                    f"The request got no token within {self._max_queue_wait_s:.0f} s, the server's limit."
-                ) from None
-            while True:
-                chunk = processor.push(output)
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-                live.taker = taker
-                output = await live.next()
-        finally:
-            self._live.pop(request.request_id, None)
-            if not request.is_background:
-                self._bounds.leave(request.tenant, has_begun=live.has_begun)
-            task.cancel()
-
-    def _note_began(self, live: LiveRequest) -> None:
-        if not live.request.is_background:
-            self._bounds.note_began(live.request.tenant)
-
-    def _admit(self, request: m.GenerateRequest) -> LiveRequest:
-        """Count the request as alive.
-
-        Raises:
-            Overloaded, RateLimited
-        """
-        if self._is_stopping:
-            raise Overloaded("The server is shutting down.", retry_after_s=5.0)
-        if not request.is_background:
-            self._bounds.enter(request)
-        live = LiveRequest(request)
-        if request.timeout_s is not None:
-            live.deadline_s = time.monotonic() + request.timeout_s
-        self._live[request.request_id] = live
-        return live
+        return task.cancel
 
     # replicas that come and go
 

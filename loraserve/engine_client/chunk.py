@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from loraserve.types import FinishReason, Struct, TokenLogprobs
@@ -38,11 +39,13 @@ class Chunk(Struct, frozen=True):
 
 
 class ChunkReader(Protocol):
-    """Reads chunks in the turn of the event loop in which their tokens come."""
+    """Reads chunks in the turn of the event loop in which their tokens come.
 
-    def is_ready(self) -> bool:
-        """Check whether it takes a chunk now, without waiting."""
-        ...
+    Attributes:
+        is_ready: checks whether it takes a chunk now, without waiting.
+    """
+
+    is_ready: Callable[[], bool]
 
     def take(self, chunk: Chunk) -> None:
         """Take a chunk, while it is ready."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from loraserve.config import EngineConfig
@@ -13,15 +13,13 @@ from loraserve.engine_client.admission import QueueBounds
 from loraserve.engine_client.calls import PendingCalls
 from loraserve.engine_client.chunk import Chunk
 from loraserve.engine_client.live_request import LiveRequest
+from loraserve.engine_client.live_requests import LiveRequests
 from loraserve.engine_client.messages import GenerateRequest
-from loraserve.engine_client.output import OutputProcessor
 from loraserve.engine_client.supervisor import EngineSupervisor
 from loraserve.errors import (
     AdapterRejected,
     EngineUnavailable,
-    InvariantViolation,
     LoraserveError,
-    Overloaded,
     error_from_code,
 )
 from loraserve.limits import LIMITS
@@ -74,16 +72,21 @@ class EngineClient:
                 damaged or gone, before the request that met it fails.
         """
         self.stats = EngineStats()
-        self._tokenizer = tokenizer
-        self._bounds = QueueBounds(config.max_num_seqs, config.max_num_seqs + max_queued_requests)
-        self._max_queue_wait_s = max_queue_wait_s
+        bounds = QueueBounds(config.max_num_seqs, config.max_num_seqs + max_queued_requests)
+        self._requests = LiveRequests(
+            bounds, tokenizer, max_queue_wait_s=max_queue_wait_s, check_engine=self._check_engine
+        )
+        self._live = self._requests.by_id
         self._on_damage = on_damage
-        self._is_stopping = False
         self._calls = PendingCalls()
         self._supervisor = EngineSupervisor(
-            config, self._calls, self._on_message, hang_timeout_s=hang_timeout_s, load_timeout_s=load_timeout_s
+            config,
+            self._calls,
+            self._live,
+            self._on_message,
+            hang_timeout_s=hang_timeout_s,
+            load_timeout_s=load_timeout_s,
         )
-        self._live = self._supervisor.live
 
     @property
     def base(self) -> BaseSpec:
@@ -93,7 +96,7 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         """Whether requests sent now are computed now."""
-        return self._supervisor.is_ready and not self._is_stopping
+        return self._supervisor.is_ready and not self._requests.is_stopping
 
     @property
     def is_live(self) -> bool:
@@ -109,7 +112,7 @@ class EngineClient:
 
         None if they can.
         """
-        return "The server is shutting down." if self._is_stopping else self._supervisor.status
+        return "The server is shutting down." if self._requests.is_stopping else self._supervisor.status
 
     @property
     def pid(self) -> int | None:
@@ -139,7 +142,7 @@ class EngineClient:
     @property
     def num_waiting_clients(self) -> int:
         """Requests that a client waits for, without a first token."""
-        return self._bounds.num_waiting
+        return self._requests.bounds.num_waiting
 
     @property
     def is_computing_here(self) -> bool:
@@ -161,15 +164,10 @@ class EngineClient:
 
         Requests that are alive by then fail.
         """
-        self._is_stopping = True
-        deadline = time.monotonic() + grace_s
-        while self._live and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        for live in list(self._live.values()):
-            live.fail(EngineUnavailable("The server is shutting down."))
+        await self._requests.stop(grace_s)
         await self._supervisor.stop()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Yield the answer as it is made; the last chunk has a finish reason.
 
         Closing the generator aborts the request.
@@ -181,29 +179,7 @@ class EngineClient:
             DeadlineExceeded: the request's own timeout was over before its first token.
             AdapterUnavailable, EngineError: the request failed.
         """
-        if self._tokenizer is None:
-            raise InvariantViolation("An engine client without a tokenizer makes no text.")
-        processor = OutputProcessor(request, self._tokenizer)
-        live = self._admit(request)
-        taker = processor.direct_taker
-        try:
-            if self._supervisor.is_up:
-                self._supervisor.send_request(live)
-            try:
-                output = await live.next(self._max_queue_wait_s)
-            except TimeoutError:
-                raise Overloaded(
-                    f"The request got no token within {self._max_queue_wait_s:.0f} s, the server's limit."
-                ) from None
-            while True:
-                chunk = processor.push(output)
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-                live.taker = taker
-                output = await live.next()
-        finally:
-            self._leave(live)
+        return self._requests.generate(request, self._send)
 
     async def outputs(
         self, request: GenerateRequest, *, output_token_ids: Sequence[int] = ()
@@ -218,18 +194,18 @@ class EngineClient:
         Raises:
             as `generate`, but that nothing bounds the wait for the first token.
         """
-        live = self._admit(request)
+        live = self._requests.admit(request)
         live.output_token_ids.extend(output_token_ids)
         try:
-            if self._supervisor.is_up:
-                self._supervisor.send_request(live)
+            self._send(live)
             while True:
                 output = await live.next()
                 yield output
                 if output.finish_reason is not None:
                     return
         finally:
-            self._leave(live)
+            self._requests.leave(live)
+            self._abort(live)
 
     async def warm(self, ref: AdapterRef) -> None:
         """Wait until the adapter is on the device.
@@ -307,30 +283,23 @@ class EngineClient:
 
     # requests
 
-    def _admit(self, request: GenerateRequest) -> LiveRequest:
-        """Count the request as alive.
+    def _check_engine(self) -> None:
+        """Check that there is an engine, or may be one again.
 
         Raises:
-            EngineUnavailable, Overloaded, RateLimited
+            EngineUnavailable
         """
         if self._supervisor.failure is not None:
             raise EngineUnavailable(f"The engine can't be started: {self._supervisor.failure}")
-        if self._is_stopping:
-            raise Overloaded("The server is shutting down.", retry_after_s=5.0)
-        if not request.is_background:
-            self._bounds.enter(request)
-        live = LiveRequest(request)
-        if request.timeout_s is not None:
-            live.deadline_s = time.monotonic() + request.timeout_s
-        self._live[request.request_id] = live
-        return live
 
-    def _leave(self, live: LiveRequest) -> None:
-        """End a request, however it ended; notify the engine unless it ended it."""
-        self._live.pop(live.request.request_id, None)
-        if not live.request.is_background:
-            self._bounds.leave(live.request.tenant, has_begun=live.has_begun)
-        live.has_progressed.set()
+    def _send(self, live: LiveRequest) -> Callable[[], None]:
+        """Send a request, once there is an engine; return what ends it there."""
+        if self._supervisor.is_up:
+            self._supervisor.send_request(live)
+        return partial(self._abort, live)
+
+    def _abort(self, live: LiveRequest) -> None:
+        """Notify the engine that a request is over, unless it ended it."""
         if live.is_sent and not live.is_finished:
             self._supervisor.send(m.AbortRequest(request_id=live.request.request_id))
 
@@ -340,8 +309,8 @@ class EngineClient:
                 for output in outputs:
                     live = self._live.get(output.request_id)
                     if live is not None:
-                        if not live.has_begun and not live.request.is_background:
-                            self._bounds.note_began(live.request.tenant)
+                        if not live.has_begun:
+                            self._requests.note_began(live)
                         live.receive(output)
             case m.Heartbeat(stats=stats):
                 self.stats = stats

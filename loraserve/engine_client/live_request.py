@@ -87,21 +87,18 @@ class LiveRequest:
         self.num_outputs_since_sent += 1
         if self.is_finished or self.num_outputs_since_sent >= _NUM_STEPS_IN_FLIGHT:
             self.has_progressed.set()
-        if not self._give(output):
-            self.outputs.append(output)
-            self._wake()
-
-    def _give(self, output: TokenOutput) -> bool:
-        """Offer the output to the taker, if all before it was read; return whether it is taken."""
-        if self.taker is None or self.is_finished or self._reader is None or self._reader.done():
-            return False
-        try:
-            return self.taker(output)
-        except Exception as error:
-            # the reader's, like any error of what it would have done with the output
-            self.error = error
-            self._wake()
-            return True
+        has_read_all = self._reader is not None and not self._reader.done()
+        if has_read_all and self.taker is not None and not self.is_finished:
+            try:
+                if self.taker(output):
+                    return
+            except Exception as error:
+                # the reader's, like any error of what it would have done with the output
+                self.error = error
+                self._wake()
+                return
+        self.outputs.append(output)
+        self._wake()
 
     def fail(self, error: LoraserveError) -> None:
         """End the request with an error."""

@@ -78,7 +78,14 @@ class OutputProcessor:
 
         One with a finish reason is the last, though the engine may not have finished yet.
         """
-        text, num_taken, stop = self._take(output)
+        num_taken, stop = len(output.token_ids), None
+        # The token that ends a text by being EOS or a stop token isn't part of the text.
+        ends_by_token = output.finish_reason is FinishReason.STOP and not self._request.include_stop_str_in_output
+        shown = output.token_ids[:-1] if ends_by_token else output.token_ids
+        if self._request.stop:
+            text, num_taken, stop = self._push_searched(shown, num_taken)
+        else:
+            text = self._detokenizer.push(shown)
         if stop is None and output.finish_reason is not None:
             # incomplete characters are flushed, and a stop string may end in them
             tail, stop = self._search(self._detokenizer.finish())
@@ -119,25 +126,20 @@ class OutputProcessor:
         reader.take(self.push(output))
         return True
 
-    def _take(self, output: TokenOutput) -> tuple[str, int, str | None]:
-        """Consume tokens up to a stop string.
+    def _push_searched(self, token_ids: Sequence[int], num_tokens: int) -> tuple[str, int, str | None]:
+        """Decode tokens up to a stop string.
 
-        Return (text, number of tokens consumed, stop string found).
+        Return (text, number of tokens consumed, stop string found); without one, all `num_tokens`
+        are consumed.
         """
-        # The token that ends a text by being EOS or a stop token isn't part of the text.
-        ends_by_token = output.finish_reason is FinishReason.STOP and not self._request.include_stop_str_in_output
-        num_shown = len(output.token_ids) - (1 if ends_by_token else 0)
-        if not self._request.stop:
-            shown = output.token_ids if num_shown == len(output.token_ids) else output.token_ids[:num_shown]
-            return self._detokenizer.push(shown), len(output.token_ids), None
         pieces = []
-        for i, token_id in enumerate(output.token_ids[:num_shown]):
+        for i, token_id in enumerate(token_ids):
             self._num_tokens += 1
             piece, stop = self._search(self._detokenizer.push((token_id,)))
             pieces.append(piece)
             if stop is not None:
                 return "".join(pieces), i + 1, stop
-        return "".join(pieces), len(output.token_ids), None
+        return "".join(pieces), num_tokens, None
 
     def _search(self, delta: str) -> tuple[str, str | None]:
         if self._num_tokens < self._request.params.min_tokens:

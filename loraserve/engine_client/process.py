@@ -105,6 +105,8 @@ class EngineProcess:
         self._outputs.setsockopt(zmq.RCVHWM, 0)
         self._process: asyncio.subprocess.Process | None = None
         self._is_listening = False
+        self._num_messages = 0
+        """Messages of the engine's working thread, which the watcher notes at its next tick."""
         self._watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[m.Ready] = asyncio.get_running_loop().create_future()
         self._hung: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -230,10 +232,13 @@ class EngineProcess:
         """Count seconds without progress, log a load's progress, find out where a process hangs."""
         try:
             logged, logged_s = "", time.monotonic()
-            began_s = logged_s
+            began_s, num_messages = logged_s, 0
+            vitals = self.vitals
             while True:
                 await asyncio.sleep(self._tick_s)
-                vitals = self.vitals
+                if num_messages != self._num_messages:
+                    num_messages = self._num_messages
+                    vitals.note_message()
                 vitals.tick()
                 if not self._ready.done():
                     now = time.monotonic()
@@ -305,9 +310,14 @@ class EngineProcess:
             return
         try:
             message = m.decode_output(self._outputs.recv(zmq.NOBLOCK))
-            if not isinstance(message, m.Pulse):
-                self.vitals.note_message()
-            self._take(message)
+            if isinstance(message, m.Pulse):
+                self.vitals.note_pulse(message.num_moves, message.what, message.doing)
+            else:
+                self._num_messages += 1
+                if isinstance(message, m.Ready | m.Fatal):
+                    self._take(message)
+                else:
+                    self._on_message(message)
         except zmq.Again:
             return
         except Exception:
@@ -318,10 +328,9 @@ class EngineProcess:
         else:
             asyncio.get_running_loop().call_soon(self._receive)
 
-    def _take(self, message: m.EngineOutput) -> None:
+    def _take(self, message: m.Ready | m.Fatal) -> None:
+        """Take the first message, or the last of an engine that can't continue."""
         match message:
-            case m.Pulse(num_moves=num_moves, what=what, doing=doing):
-                self.vitals.note_pulse(num_moves, what, doing)
             case m.Ready():
                 self.ready = message
                 if not self._ready.done():
@@ -333,8 +342,6 @@ class EngineProcess:
                     logger.error("the engine process can't continue: %s", error)
                 else:
                     self._ready.set_exception(error)
-            case _:
-                self._on_message(message)
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -63,6 +63,7 @@ class EngineSupervisor:
         self,
         config: EngineConfig,
         calls: PendingCalls,
+        live: dict[RequestId, LiveRequest],
         on_message: Callable[[m.EngineOutput], None],
         *,
         hang_timeout_s: float,
@@ -72,12 +73,13 @@ class EngineSupervisor:
 
         Args:
             calls: failed when an engine ends.
+            live: requests between admission and end.
             on_message: called with everything that an engine sends once it is ready.
             hang_timeout_s: seconds without progress after which an engine is killed and replaced.
             load_timeout_s: the same while it loads the base; None: four times that.
         """
         self.num_restarts = self.num_hangs = 0
-        self.live: dict[RequestId, LiveRequest] = {}
+        self.live = live
         self.pins: dict[Digest, AdapterRef] = {}
         self.is_up = False
         self.failure: LoraserveError | None = None

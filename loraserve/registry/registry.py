@@ -43,6 +43,7 @@ from loraserve.registry.health.numeric_failures import NumericFailures
 from loraserve.registry.health.stored_fit import StoredFit
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found, other_case
 from loraserve.registry.operations import Operations
+from loraserve.registry.publishing.inspector import UploadInspector
 from loraserve.registry.publishing.local_folder import LocalFolders
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.pulls import Pulls
@@ -71,10 +72,11 @@ class Registry:
     database's commit. `resolve` sees it at once in this process, and within
     `LIMITS.resolve_cache_s` in others.
 
-    Its parts: `uploads` and `publisher` take in versions, `aliases`, `metadata`, `restorer`,
-    `grants` and `pins` manage them; `ephemeral` has versions without a row; `certificates` and
-    `certificate_backfill` verify versions, `corruption` and `numeric_failures` quarantine them;
-    `shadow_hours` compares shadows, `evaluations` keeps results, and `claim` guards the store.
+    Its parts: `uploads`, `inspector` and `publisher` take in versions, `aliases`, `metadata`,
+    `restorer`, `grants` and `pins` manage them; `ephemeral` has versions without a row;
+    `certificates` and `certificate_backfill` verify versions, `corruption` and `numeric_failures`
+    quarantine them; `shadow_hours` compares shadows, `evaluations` keeps results, and `claim`
+    guards the store.
 
     Args:
         base: returns the resident base model; may raise `EngineUnavailable` while there is none.
@@ -154,23 +156,11 @@ class Registry:
         self.store = store = ClaimedStore(store, self.claim)
         """Store of the registry's blobs, as long as it is the registry's own."""
         self.uploads = Uploads(database, store, clock=clock, throttle=throttle)
-        self.publisher = Publisher(
-            database,
-            store,
-            base,
-            self.certificates,
-            self.forget,
-            retention_s=retention_s,
-            clock=clock,
-            throttle=throttle,
-            names=names,
-            uploads=self.uploads,
-            check_free=lambda tenant, name: self.ephemeral.check_free(tenant, name),
-        )
+        self.inspector = UploadInspector(base, names, self.uploads, throttle)
         self.ephemeral = EphemeralAdapters(
             database,
             base,
-            self.publisher,
+            self.inspector,
             on_ephemeral_unused,
             warm=warm,
             throttle=throttle,
@@ -179,7 +169,19 @@ class Registry:
             clock=clock,
             monotonic=monotonic,
         )
-        self.stored_fit = StoredFit(store, base, lambda: self.publisher.check_fit)
+        self.publisher = Publisher(
+            database,
+            store,
+            base,
+            self.inspector,
+            self.certificates,
+            self.forget,
+            retention_s=retention_s,
+            clock=clock,
+            uploads=self.uploads,
+            check_free=self.ephemeral.check_free,
+        )
+        self.stored_fit = StoredFit(store, base, self.inspector.check_device)
         self.aliases = Aliases(
             database, self.served_base, self.forget, fit=self.stored_fit, certificates=self.certificates, clock=clock
         )
@@ -196,7 +198,7 @@ class Registry:
         self.pins = Pins(database, self.served_base, pinning, clock=clock, monotonic=monotonic)
         self.corruption = CorruptionQuarantine(database, self.forget, clock=clock)
         self.operations = Operations(database, clock=clock)
-        self.pulls = Pulls(self.uploads, self.publisher, self.operations, pull_allow)
+        self.pulls = Pulls(self.uploads, self.inspector, self.publisher, self.operations, pull_allow)
         self.local_folders = LocalFolders(lora_dir)
         self.grants = Grants(database, self.forget, clock=clock)
         self.numeric_failures = NumericFailures(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from loraserve.errors import ConfigError
+from loraserve.errors import ConfigError, InvariantViolation
 from loraserve.text.token_bound import BYTE_OF_CHAR, TokenBound
 from loraserve.tokenizer_identity import TokenizerSummary
 
@@ -75,7 +76,8 @@ class Tokenizer:
         """Read the added tokens, and forget what was known of others."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._added_tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        self._bytes_of: dict[int, bytes] = {}
+        self.bytes_of: Mapping[int, bytes] = _TokenBytes(self)
+        """Table of `token_bytes`: looking a known token up calls no function of ours."""
         self.added_token_ids = frozenset(self._added_tokens)
         self.special_token_ids = frozenset(id_ for id_, token in self._added_tokens.items() if token.special)
 
@@ -299,14 +301,7 @@ class Tokenizer:
 
         They are empty for an id that the vocabulary doesn't have.
         """
-        if self.base is not None and token_id not in self._changed_ids:
-            return self.base.token_bytes(token_id)
-        data = self._bytes_of.get(token_id)
-        if data is None:
-            data = self._read_bytes(token_id)
-            if data:
-                self._bytes_of[token_id] = data  # at most one entry per token of the vocabulary
-        return data
+        return self.bytes_of[token_id]
 
     def _read_bytes(self, token_id: int) -> bytes:
         token = self.id_to_token(token_id)
@@ -335,6 +330,26 @@ class Tokenizer:
             return {}
         ids = ((self._tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         return {id_: byte for id_, byte in ids if id_ is not None}
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of a tokenizer's tokens, each read when it is first looked up."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        # a tokenizer that is dropped is freed at once
+        self._tokenizer = weakref.ref(tokenizer)
+
+    def __missing__(self, token_id: int) -> bytes:
+        tokenizer = self._tokenizer()
+        if tokenizer is None:
+            raise InvariantViolation("Bytes of a token were looked up after their tokenizer was dropped.")
+        if tokenizer.base is not None and token_id not in tokenizer._changed_ids:
+            return tokenizer.base.bytes_of[token_id]
+        data = tokenizer._read_bytes(token_id)
+        if data:
+            self[token_id] = data  # at most one entry per token of the vocabulary
+        return data
 
 
 def _rules(parts: Mapping[str, Any]) -> Any:

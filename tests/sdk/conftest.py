@@ -88,7 +88,7 @@ class Server:
         )
 
     def answer_with_completion(self, **headers: str) -> None:
-        self.answer(COMPLETION, **headers)
+        self.answer(COMPLETION, 200, **headers)
 
     def answer_with_version(self, **fields: object) -> None:
         self.answer(VERSION | fields, 201)
@@ -194,14 +194,14 @@ def waits() -> list[float]:
 @pytest.fixture
 def client(server: Server, waits: list[float]) -> Iterator[Client]:
     with Client(server.url, api_key=KEY) as client:
-        client._transport._sleep = waits.append
+        client._transport._sleep = waits.append  # type: ignore[assignment]
         yield client
 
 
 @pytest.fixture
 async def async_client(server: Server, waits: list[float]) -> AsyncIterator[AsyncClient]:
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+    async def sleep(delay: float) -> None:
+        waits.append(delay)
 
     async with AsyncClient(server.url, api_key=KEY) as client:
         client._transport._sleep = sleep

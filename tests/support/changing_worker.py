@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import httpx2
@@ -90,9 +90,10 @@ class Worker:
         except httpx2.TransportError:
             return
 
-    def _possible(self) -> list[Callable[[], object]]:
+    def _possible(self) -> list[Callable[[], Awaitable[None]]]:
         state, unused = self.state, set(self.state.versions) - set(self.state.aliases.values())
-        possible = [self._publish] * (1 if len(state.versions) > 8 else 4) + [self._move_shared] * 2
+        possible: list[Callable[[], Awaitable[None]]] = [self._publish] * (1 if len(state.versions) > 8 else 4)
+        possible += [self._move_shared] * 2
         possible += [self._move] * 4 if state.versions else []
         possible += [self._publish_again] if state.versions else []
         possible += [self._delete_alias] if state.aliases else []

@@ -95,14 +95,12 @@ def read(families: dict[str, list[Metric]], known: Endpoint = Endpoint()) -> End
     """`core-metrics-extractor`: take what is there, and keep the rest as it was known."""
     errors: list[str] = []
     found = known
-    for name, column, convert in (
-        (QUEUED, "waiting_queue_size", int),
-        (RUNNING, "running_requests_size", int),
-        (KV_USAGE, "kv_cache_usage_percent", float),
-    ):
-        metric = _newest(families, name, errors)
-        if metric is not None:
-            found = replace(found, **{column: convert(metric.value)})
+    if (queued := _newest(families, QUEUED, errors)) is not None:
+        found = replace(found, waiting_queue_size=int(queued.value))
+    if (running := _newest(families, RUNNING, errors)) is not None:
+        found = replace(found, running_requests_size=int(running.value))
+    if (kv_usage := _newest(families, KV_USAGE, errors)) is not None:
+        found = replace(found, kv_cache_usage_percent=float(kv_usage.value))
     if not families.get(LORA):
         errors.append(f'metric family "{LORA}" not found')
     else:

@@ -215,7 +215,7 @@ def main() -> None:
         async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
             return ()
 
-    server.EngineClient = StandIn  # type: ignore[misc]
+    server.EngineClient = StandIn  # type: ignore[attr-defined]
 
     def run(faults: str) -> None:
         os.dup2(2, 1)

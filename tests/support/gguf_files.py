@@ -148,7 +148,7 @@ def write_gguf(
 
 
 def head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _theta(config: Any) -> float:

@@ -69,6 +69,7 @@ def make_engines(model_dir: Path, store: Path) -> tuple[Engine, Engine]:
     tokenizer = Tokenizer(model_dir)
     speculation = Speculation()
     speculation.costs = FlatCosts()
+    assert tokenizer.eos_token_id is not None
     proposing = Engine(
         config,
         plain.base,

@@ -102,7 +102,8 @@ def random_rows(count: int, shape: tuple[int, int], dtype: torch.dtype, module: 
 
 def _random(rank: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.int8:
-        return (torch.randn(rank, width) / width**0.5).to(dtype).float()
+        floats: torch.Tensor = torch.randn(rank, width) / width**0.5
+        return floats.to(dtype).float()
     codes = torch.randint(-127, 128, (rank, width)).float()
     codes[:, 0] = 127
     return codes * torch.rand(rank, 1).add(0.5).div(128)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.device import AdapterParts, GroupDevice

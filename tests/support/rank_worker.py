@@ -11,7 +11,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.follower import Follower

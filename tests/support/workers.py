@@ -122,7 +122,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if not hasattr(config, "workerinput"):
         return (yield)
     if _MACHINE not in config.stash:
-        config.stash[_MACHINE] = Machine(config._tmp_path_factory.getbasetemp().parent)
+        config.stash[_MACHINE] = Machine(config._tmp_path_factory.getbasetemp().parent)  # type: ignore[attr-defined]
     machine = config.stash[_MACHINE]
     machine.take(alone=_is_alone(item))
     try:

@@ -282,7 +282,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     code = 70
     try:
         # as ``python -m`` does: it becomes __main__
-        runpy._run_module_as_main(request["module"])
+        runpy._run_module_as_main(request["module"])  # type: ignore[attr-defined]
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except BaseException:
@@ -290,7 +290,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         code = 1
     finally:
         # as an interpreter ends: threads are waited for, exit functions called
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

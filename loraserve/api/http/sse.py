@@ -34,27 +34,22 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + dump_json(payload) + b"\n\n"
 
 
-class EventTemplate:
-    """Make events that differ in one string, with all else written as JSON once.
+def event_frame(
+    payload: Callable[[str], Mapping[str, Any]], encode: Callable[[Mapping[str, Any]], bytes] = event
+) -> bytes:
+    """Encode what events have in common that differ in one string; the string's place is ``%b``.
 
-    It takes a fifth of the time of `event`, for the same bytes.
+    ``event_frame(payload) % dump_text(text)`` takes a fifth of the time of
+    ``event(payload(text))``, for the same bytes.
+
+    Args:
+        payload: builds the payload with a string in it.
+        encode: writes the payload as JSON, with what frames it.
     """
-
-    def __init__(
-        self, payload: Callable[[str], Mapping[str, Any]], encode: Callable[[Mapping[str, Any]], bytes] = event
-    ) -> None:
-        """Make a template of the payload with a string in it.
-
-        Args:
-            encode: writes the payload as JSON, with what frames it.
-        """
-        # nothing that a client names, such as a model, can have it
-        place = secrets.token_hex()
-        self._before, self._after = encode(payload(place)).split(dump_json(place))
-
-    def event(self, text: str) -> bytes:
-        """Encode the event with `text` as its string."""
-        return self._before + dump_json(text) + self._after
+    # nothing that a client names, such as a model, can have it
+    place = secrets.token_hex()
+    before, after = encode(payload(place)).replace(b"%", b"%%").split(dump_json(place))
+    return before + b"%b" + after
 
 
 def named_event(name: str, payload: Mapping[str, Any]) -> bytes:

@@ -112,7 +112,7 @@ class LiveLoader:
                 "pinned takes memory from every tenant, so it needs an admin key.", hint="Leave it out."
             )
         try:
-            self._registry.publisher.check_name(load.name)
+            self._registry.inspector.check_name(load.name)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param="lora_name", hint=error.hint) from None
         if not load.is_in_place and await self._registry.has(self._caller.tenant, load.name):

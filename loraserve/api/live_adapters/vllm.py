@@ -46,7 +46,7 @@ async def load_lora_adapter(request: Request, caller: Caller = Depends(_writer))
             param="is_3d_lora_weight",
             hint="Leave it out.",
         )
-    if body.base_model_name is not None and not services.registry.publisher.names_base(body.base_model_name):
+    if body.base_model_name is not None and not services.registry.inspector.names_base(body.base_model_name):
         raise InvalidRequest(
             f"base_model_name isn't a name of this server's base, {services.engine.base.id}.", param="base_model_name"
         )

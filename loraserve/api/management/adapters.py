@@ -56,7 +56,7 @@ async def publish_version(
     # A misspelt ?dry-run=true would otherwise publish.
     check_query(request, "dry_run", "promote")
     uploads, publisher = services.registry.uploads, services.registry.publisher
-    publisher.check_name(name)
+    services.registry.inspector.check_name(name)
     if is_json(request):
         return await publish_stored(
             request, caller, name, _published_on(services), is_promoting=promote, is_dry_run=dry_run

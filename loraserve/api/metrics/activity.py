@@ -51,21 +51,29 @@ class Activity:
         self._max_tenants = limits.max_tallied_tenants
         self._monotonic = monotonic
         self._clock = clock
-        self.total = RequestTally()
+        self._total = RequestTally()
         self.slow = SlowRequests(limits=limits, clock=monotonic)
         self.traffic = VersionTraffic(limits=limits, clock=clock)
         # the last active last; a request holds its own, so that one that is dropped meanwhile is
         # counted to its end
         self._tallies: OrderedDict[TenantId, RequestTally] = OrderedDict()
+        self._live: set[RequestTimer] = set()
+        """Timers that haven't ended; some have tokens that no tally has."""
 
     def of(self, tenant: TenantId | None) -> RequestTally:
         """Look up the tenant's tally, or with None that of all."""
-        return self.total if tenant is None else self._tallies.get(tenant) or RequestTally()
+        self._settle()
+        return self._total if tenant is None else self._tallies.get(tenant) or RequestTally()
 
     def tallies(self) -> Iterator[tuple[TenantId | None, RequestTally]]:
         """Yield the tally of all, with None, and those of the tenants."""
-        yield None, self.total
+        self._settle()
+        yield None, self._total
         yield from self._tallies.items()
+
+    def _settle(self) -> None:
+        for timer in self._live:
+            timer.settle()
 
     def begin(self, request: GenerateRequest, *, tenant_name: str, asked: str) -> RequestTimer:
         """Count a request as waiting; `RequestTimer.end` must follow."""
@@ -75,15 +83,24 @@ class Activity:
             self._tallies.popitem(last=False)
         slow = None if request.is_background else self.slow
         now = datetime.fromtimestamp(self._clock(), UTC)
-        return RequestTimer((tally, self.total), request, tenant_name, asked, now, self._monotonic, slow, self.traffic)
+        tallies = tally, self._total
+        return RequestTimer(tallies, self._live, request, tenant_name, asked, now, self._monotonic, slow, self.traffic)
 
 
 class RequestTimer:
-    """Times of one request, from its arrival to its end."""
+    """Times of one request, from its arrival to its end.
+
+    Args:
+        live: timers that haven't ended, with this one until it ends.
+
+    Attributes:
+        num_tokens: tokens of the answer so far, which the tallies have after `settle`.
+    """
 
     def __init__(
         self,
         tallies: tuple[RequestTally, ...],
+        live: set[RequestTimer],
         request: GenerateRequest,
         tenant_name: str,
         asked: str,
@@ -92,7 +109,7 @@ class RequestTimer:
         slow: SlowRequests | None,
         traffic: VersionTraffic,
     ) -> None:
-        self._tallies = tallies
+        self._tallies, self._live = tallies, live
         self._request = request
         self._tenant_name = tenant_name
         self._asked = asked
@@ -103,21 +120,24 @@ class RequestTimer:
         self._started_s = clock()
         self._first: Chunk | None = None
         self._first_s: float | None = None
-        self._num_tokens = 0
+        self.num_tokens = self._num_settled = 0
         self._has_ended = False
+        live.add(self)
         for tally in tallies:
             tally.num_waiting += 1
 
-    def add(self, chunk: Chunk) -> None:
-        """Count the next chunk of the answer."""
-        num_tokens = len(chunk.token_ids)
-        self._num_tokens += num_tokens
-        if self._first is None:
-            self._begin(chunk)
-        for tally in self._tallies:
-            tally.completion_tokens += num_tokens
+    @property
+    def has_begun(self) -> bool:
+        return self._first is not None
 
-    def _begin(self, chunk: Chunk) -> None:
+    def settle(self) -> None:
+        """Add the tokens that have come since the last call to the tallies."""
+        num_new, self._num_settled = self.num_tokens - self._num_settled, self.num_tokens
+        for tally in self._tallies:
+            tally.completion_tokens += num_new
+
+    def begin(self, chunk: Chunk) -> None:
+        """Note the first chunk of the answer, which has come now."""
         self._first, self._first_s = chunk, self._clock() - self._started_s
         for tally in self._tallies:
             tally.num_waiting -= 1
@@ -132,10 +152,12 @@ class RequestTimer:
         if self._has_ended:
             return
         self._has_ended = True
+        self.settle()
+        self._live.discard(self)
         duration_s, first = self._clock() - self._started_s, self._first
         per_token_s = None
-        if self._first_s is not None and self._num_tokens > 1:
-            per_token_s = (duration_s - self._first_s) / (self._num_tokens - 1)
+        if self._first_s is not None and self.num_tokens > 1:
+            per_token_s = (duration_s - self._first_s) / (self.num_tokens - 1)
         for tally in self._tallies:
             if first is None:
                 tally.num_waiting -= 1
@@ -154,7 +176,7 @@ class RequestTimer:
                 is_failure=is_failure,
                 prompt_tokens=0 if first is None else len(self._request.prompt_token_ids),
                 cached_tokens=0 if first is None else first.num_cached_tokens,
-                completion_tokens=self._num_tokens,
+                completion_tokens=self.num_tokens,
                 first_token_s=self._first_s if is_timed else None,
                 per_token_s=per_token_s if is_timed else None,
             ),
@@ -172,7 +194,7 @@ class RequestTimer:
                 outcome=outcome,
                 prompt_tokens=len(self._request.prompt_token_ids),
                 cached_tokens=0 if first is None else first.num_cached_tokens,
-                completion_tokens=self._num_tokens,
+                completion_tokens=self.num_tokens,
                 queue_s=0.0 if first is None else first.queue_s,
                 adapter_s=0.0 if first is None else first.adapter_s,
                 prefill_s=0.0 if first is None else first.prefill_s,

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from loraserve.api.errors import ollama_envelope
-from loraserve.api.http.json_body import dump_json
-from loraserve.api.http.sse import EventTemplate
+from loraserve.api.http.json_body import dump_json, dump_text
+from loraserve.api.http.sse import event_frame
 from loraserve.api.inference.chat.choice import Call, ChatChoice, parse_arguments
 from loraserve.api.inference.chat.turn import ChatAnswer, ChatTurn
 from loraserve.text.tool_parsers.parser import ArgumentsDelta, CallStart, Delta, ReasoningDelta, TextDelta
@@ -104,7 +104,8 @@ class OllamaAnswer(ChatAnswer):
         super().__init__(turn)
         self._record, self._opening, self._content = record, opening, content
         self._calls = _WholeCalls(turn.choices[0])
-        self._template: EventTemplate | None = None
+        self._frame = b""
+        """What lines have in common that add text alone; empty until there is one."""
 
     def ping(self) -> bytes:
         return _line(self._part(Piece()))
@@ -119,7 +120,10 @@ class OllamaAnswer(ChatAnswer):
         choice = self.turn.choices[index]
         if choice.is_plain and not self.turn.body.logprobs:
             choice.read(chunk)
-            return self._filled(chunk.text) if chunk.text else b""
+            if not chunk.text:
+                return b""
+            self._frame = self._frame or event_frame(lambda text: self._part(Piece(text)), _line)
+            return self._frame % dump_text(chunk.text)
         logprobs = choice.logprobs_of(chunk)
         pieces = self._calls.pieces(choice.read(chunk), is_last=chunk.finish_reason is not None)
         if logprobs and not pieces:
@@ -139,11 +143,6 @@ class OllamaAnswer(ChatAnswer):
     def _part(self, piece: Piece) -> dict[str, Any]:
         """Build a line before the last."""
         return {**self._opening, **self._content(piece), "done": False}
-
-    def _filled(self, text: str) -> bytes:
-        if self._template is None:
-            self._template = EventTemplate(lambda text: self._part(Piece(text)), _line)
-        return self._template.event(text)
 
     def _end(self) -> dict[str, Any]:
         """Build the fields of an answer's end: the reason, counts and times."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import EventTemplate, event
+from loraserve.api.http.json_body import dump_text
+from loraserve.api.http.sse import event, event_frame
 from loraserve.api.inference.chat.choice import ChatChoice
 from loraserve.api.inference.chat.turn import ChatAnswer, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body
@@ -54,7 +55,8 @@ class _ChatCompletion(ChatAnswer):
     def __init__(self, turn: ChatTurn) -> None:
         super().__init__(turn)
         self._options = turn.body.stream_options
-        self._templates: dict[int, EventTemplate] = {}
+        self._frames: dict[int, bytes] = {}
+        """Choice → what its events have in common that add text alone."""
         has_running_usage = self._options.include_usage and self._options.continuous_usage_stats
         self._can_fill = not has_running_usage and not turn.body.return_token_ids and not turn.body.logprobs
 
@@ -76,15 +78,15 @@ class _ChatCompletion(ChatAnswer):
         choice = self.turn.choices[index]
         if self._can_fill and choice.is_plain and chunk.finish_reason is None:
             choice.read(chunk)
-            return self._filled(index, chunk.text) if chunk.text else b""
+            if not chunk.text:
+                return b""
+            return (self._frames.get(index) or self._make_frame(index)) % dump_text(chunk.text)
         return b"".join(event(_payload(self.turn, part)) for part in _parts(choice, chunk, self.turn.body))
 
-    def _filled(self, index: int, text: str) -> bytes:
-        if index not in self._templates:
-            self._templates[index] = EventTemplate(
-                lambda text: _payload(self.turn, _delta_part(index, {"content": text}))
-            )
-        return self._templates[index].event(text)
+    def _make_frame(self, index: int) -> bytes:
+        frame = event_frame(lambda text: _payload(self.turn, _delta_part(index, {"content": text})))
+        self._frames[index] = frame
+        return frame
 
     async def closing(self) -> bytes:
         if not self._options.include_usage:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import EventTemplate, event
+from loraserve.api.http.json_body import dump_text
+from loraserve.api.http.sse import event, event_frame
 from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.delivery import Delivery
 from loraserve.api.inference.answering.generation import Generation, finish_reason
@@ -139,7 +140,8 @@ class _Completion(StreamableAnswer):
         self._has_usage = body.stream_options.include_usage
         self._has_running_usage = self._has_usage and body.stream_options.continuous_usage_stats
         self._can_fill = not self._has_running_usage and not body.return_token_ids and body.logprobs is None
-        self._templates: dict[int, EventTemplate] = {}
+        self._frames: dict[int, bytes] = {}
+        """Choice → what its events have in common that add text alone."""
 
     def headers(self, first: Chunk | None) -> dict[str, str]:
         return self._context.headers(first)
@@ -157,7 +159,9 @@ class _Completion(StreamableAnswer):
     def render(self, index: int, chunk: Chunk) -> bytes:
         choice = self._choices[index]
         if self._can_fill and choice.has_begun and chunk.finish_reason is None:
-            return self._filled(index, chunk.text) if chunk.text else b""
+            if not chunk.text:
+                return b""
+            return (self._frames.get(index) or self._make_frame(index)) % dump_text(chunk.text)
         part = choice.part(chunk)
         if part is None:
             return b""
@@ -166,13 +170,11 @@ class _Completion(StreamableAnswer):
             payload["usage"] = self._usage.as_dict() if self._has_running_usage else None
         return event(payload)
 
-    def _filled(self, index: int, text: str) -> bytes:
-        if index not in self._templates:
-            more = {"usage": None} if self._has_usage else {}
-            self._templates[index] = EventTemplate(
-                lambda text: {**self._head, "choices": (_text_part(index, text),), **more}
-            )
-        return self._templates[index].event(text)
+    def _make_frame(self, index: int) -> bytes:
+        more = {"usage": None} if self._has_usage else {}
+        frame = event_frame(lambda text: {**self._head, "choices": (_text_part(index, text),), **more})
+        self._frames[index] = frame
+        return frame
 
     async def closing(self) -> bytes:
         return event(self._head | {"choices": [], "usage": self._usage.as_dict()}) if self._has_usage else b""

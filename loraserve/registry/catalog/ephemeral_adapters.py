@@ -40,7 +40,7 @@ from loraserve.registry.health.inspection import Inspected
 from loraserve.registry.health.numeric_failures import as_check, num_failures
 from loraserve.registry.model_name import LIVE, ParsedModel, model_not_found, other_case
 from loraserve.registry.publishing.conversion import with_container
-from loraserve.registry.publishing.publisher import Publisher
+from loraserve.registry.publishing.inspector import UploadInspector
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import READY, ServableAdapter
 from loraserve.registry.repository import AdapterRepository
@@ -102,7 +102,7 @@ class EphemeralAdapters:
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
-        publisher: checks names, and inspects files as it does for uploads.
+        inspector: checks names, and inspects files as it does for uploads.
         on_unused: called with the digest of bytes that no ephemeral version has any more.
         warm: brings a version to the device; None: the first request does.
         throttle: pauses uploads, and for less time loads, while an engine computes on this
@@ -116,7 +116,7 @@ class EphemeralAdapters:
         self,
         database: Database,
         base: Callable[[], BaseSpec],
-        publisher: Publisher,
+        inspector: UploadInspector,
         on_unused: Callable[[Digest], None] = lambda _: None,
         *,
         warm: Warm | None = None,
@@ -128,7 +128,7 @@ class EphemeralAdapters:
     ) -> None:
         self._database = database
         self._base = base
-        self._publisher = publisher
+        self._inspector = inspector
         self._on_unused = on_unused
         self.on_freed: Callable[[Digest], None] = lambda _: None
         """Callback with the same digest, for whatever else was kept with the version."""
@@ -207,7 +207,7 @@ class EphemeralAdapters:
             InvalidRequest: the name isn't valid, or is loaded and `is_replacing` is false.
             Conflict: the name is loaded in another case.
         """
-        self._publisher.check_name(name)
+        self._inspector.check_name(name)
         loaded = self.name_of(tenant, name)
         if loaded not in (None, name):
             raise other_case(name, str(loaded))
@@ -249,7 +249,7 @@ class EphemeralAdapters:
         """
         self.check(tenant, name, is_replacing=is_replacing)
         base = self._base()
-        converted = await self._publisher.convert(
+        converted = await self._inspector.convert(
             config,
             blob,
             base,
@@ -294,7 +294,7 @@ class EphemeralAdapters:
         is_replacing: bool,
         ttl_s: float | None,
     ) -> EphemeralLoad:
-        inspected = await self._publisher.inspect(
+        inspected = await self._inspector.inspect(
             config, blob.read, base, tenant=tenant, extras=extras, throttle=self.throttle
         )
         inspected, extras = with_container(inspected, notes), inspected.files

@@ -35,13 +35,13 @@ class StoredFit:
     Args:
         store: the versions' blobs.
         base: the resident base model; may raise `EngineUnavailable` while there is none.
-        check: as `Publisher.check_fit`.
+        check: as at a push; refuses what the device can never hold.
 
     Attributes:
         doubts: set by the server; at first none has doubts.
     """
 
-    def __init__(self, store: BlobStore, base: Callable[[], BaseSpec], check: Callable[[], CheckFit]) -> None:
+    def __init__(self, store: BlobStore, base: Callable[[], BaseSpec], check: CheckFit) -> None:
         self.doubts: DoubtsFit = lambda base, **shape: False
         self._store = store
         self._base = base
@@ -85,4 +85,4 @@ class StoredFit:
             def reserve(num_bytes: int) -> None:
                 held.enter_context(self._memory.reserved(num_bytes))
 
-            self._check()(open_adapter(config, weights, base, reserve=reserve), base)
+            self._check(open_adapter(config, weights, base, reserve=reserve), base)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,28 +13,18 @@ from adapters_store.base import BlobStore
 from loraserve import faults
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.ir import SCORE
-from loraserve.adapters.load_memory import LoadMemory
-from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import AlreadyExists, Overloaded
-from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import retain, retain_stored
 from loraserve.registry.changes import point_alias
-from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.health.certificates import Certificates
 from loraserve.registry.health.checks import SKIPPED, is_corrupt
-from loraserve.registry.health.extra_files import (
-    InspectTemplate,
-    inspect_extra_files,
-    with_extra_files,
-)
-from loraserve.registry.health.inspection import CheckFit, Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
-from loraserve.registry.health.own_tokenizer import GetTokenizer, check_rows, inspect_tokenizer
-from loraserve.registry.model_name import LIVE, check_adapter_name
-from loraserve.registry.publishing.conversion import Converted, T, Uploaded, convert_upload, with_container
+from loraserve.registry.model_name import LIVE
+from loraserve.registry.publishing.conversion import with_container
+from loraserve.registry.publishing.inspector import UploadInspector
 from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
@@ -45,9 +34,6 @@ from loraserve.registry.uploads.staging import BoundedBlob
 from loraserve.registry.uploads.transfers import Uploads
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
-MAX_INSPECTIONS = 2
-"""Uploads inspected at the same time; each occupies a thread and keeps its bytes in memory."""
-
 
 class Publisher:
     """Publish versions.
@@ -56,11 +42,10 @@ class Publisher:
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
+        inspector: inspects the files before anything is stored.
         certificates: issues the certificate of each new version.
         on_change: called with tenant and adapter name after a publish is durable.
         retention_s: time for which the bytes of deleted versions are retained.
-        throttle: pauses work while an engine computes on this machine's processors.
-        names: names of the base.
         uploads: stages what uploads in other containers are converted to.
         check_free: raises `Conflict` if the tenant has something else of this name.
     """
@@ -70,16 +55,16 @@ class Publisher:
         database: Database,
         store: BlobStore,
         base: Callable[[], BaseSpec],
+        inspector: UploadInspector,
         certificates: Certificates,
         on_change: Callable[[TenantId, str], None],
         *,
         retention_s: float,
         clock: Clock,
-        throttle: Throttle,
-        names: BaseNames,
         uploads: Uploads,
-        check_free: Callable[[TenantId, str], None] = lambda tenant, name: None,
+        check_free: Callable[[TenantId, str], None],
     ) -> None:
+        self._inspector = inspector
         self._check_free = check_free
         self._uploads = uploads
         self._database = database
@@ -90,29 +75,6 @@ class Publisher:
         self.retention = timedelta(seconds=retention_s)
         """Time for which the bytes of deleted versions are retained, from the next use on."""
         self._clock = clock
-        self._throttle = throttle
-        self._names = names
-        self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
-        # what adapters unfold to while they are inspected; the largest is inspected alone
-        self._unfolding = LoadMemory(LIMITS.max_factors_bytes)
-        self.inspect_template: InspectTemplate | None = None
-        """Looks at chat templates; None: none can be published."""
-        self.check_fit: CheckFit = lambda ir, base: None
-        """Refuses what the engine's device can never hold."""
-        self.tokenizer: GetTokenizer = lambda: None
-        """Returns the base's tokenizer."""
-
-    def check_name(self, name: str) -> str:
-        """Check that `name` is a valid adapter name, and return it, before the upload is read.
-
-        Raises:
-            InvalidRequest
-        """
-        return check_adapter_name(name, self._base().id)
-
-    def names_base(self, name: str) -> bool:
-        """Check whether this is a name of the resident base."""
-        return self._names.is_name_of(name, self._base())
 
     async def publish(
         self,
@@ -158,23 +120,23 @@ class Publisher:
                 request works again.
             Replay: `once` was used before.
         """
-        self.check_name(name)
+        self._inspector.check_name(name)
         if once is not None:
             async with self._database.read() as session:
                 await once.check(session)
         self._check_free(tenant, name)
         base = self._base()
         stage = partial(self._uploads.stage_converted, tenant)
-        converted = await self.convert(config, weights, base, stage, BoundedBlob.discard, extras=extras)
+        converted = await self._inspector.convert(config, weights, base, stage, BoundedBlob.discard, extras=extras)
         if converted is None:
-            inspected = await self.inspect(config, weights.read, base, tenant=tenant, extras=extras)
+            inspected = await self._inspector.inspect(config, weights.read, base, tenant=tenant, extras=extras)
             push = Push(
                 tenant, name, config, weights, base, inspected, actor, is_promoting, inspected.files, is_new_name
             )
             return await self._publish(push, once, on_stored, is_dry_run=is_dry_run)
         config, files = converted.config, converted.weights
         try:
-            inspected = await self.inspect(config, files.read, base, tenant=tenant, extras=extras)
+            inspected = await self._inspector.inspect(config, files.read, base, tenant=tenant, extras=extras)
             inspected = with_container(inspected, converted.notes)
             push = Push(
                 tenant,
@@ -207,69 +169,6 @@ class Publisher:
         published = await self._record(push, known, stored, outcome, once)
         self._on_change(push.tenant, push.name)
         return published
-
-    async def convert(
-        self,
-        config: bytes,
-        weights: Uploaded,
-        base: BaseSpec,
-        stage: Callable[[], Awaitable[T]],
-        drop: Callable[[T], object],
-        *,
-        extras: ExtraFiles,
-        throttle: Throttle | None = None,
-    ) -> Converted[T] | None:
-        """Convert an upload in another container to PEFT's files; None: it is these already.
-
-        Args:
-            stage, drop: as for `convert_upload`.
-            throttle: pauses the work; None: the uploads'.
-
-        Raises:
-            AdapterRejected: its container can't be read.
-            QuotaExceeded, RateLimited, Overloaded, StorageError: the new weights can't be stored.
-        """
-        return await convert_upload(
-            config,
-            weights,
-            base,
-            stage,
-            drop,
-            index=extras.index,
-            containers=self._uploads.containers,
-            slots=self._inspections,
-            throttle=throttle or self._throttle,
-        )
-
-    async def inspect(
-        self,
-        config: bytes,
-        read: Callable[[], memoryview],
-        base: BaseSpec,
-        *,
-        tenant: TenantId,
-        extras: ExtraFiles = NO_EXTRA_FILES,
-        throttle: Throttle | None = None,
-    ) -> Inspected:
-        """Inspect the files for `base`, the two large ones on a thread.
-
-        Args:
-            read: returns the weights, on the thread.
-            extras: files of the version for chats with it.
-            throttle: pauses the work; None: the uploads'.
-
-        Raises:
-            AdapterRejected: they can't be served; lists every reason.
-            StorageError: the weights can't be read.
-        """
-        compare = partial(inspect_tokenizer, extras, self.tokenizer(), base, is_strict=self._names.is_strict)
-        extras, compared = await asyncio.to_thread(compare)
-        checks = [*await inspect_extra_files(tenant, extras, base, self.inspect_template), *compared]
-        async with self._inspections:
-            work = partial(_inspect, config, read, base, self._names, self.check_fit, self._unfolding)
-            inspected = await (throttle or self._throttle).run_in_pieces(work)
-        check_rows(extras.tokenizer, inspected.num_extra_rows, base)
-        return with_extra_files(inspected, extras, checks)
 
     async def _preview(self, push: Push) -> Published:
         """Predict what a publish would return, without the certificate."""
@@ -473,25 +372,6 @@ def _blobs(push: Push, config_blob: Digest, weights_blob: Digest) -> tuple[Diges
 
 def _has_name(name: str) -> AlreadyExists:
     return AlreadyExists(f'The tenant has an adapter "{name}" already.')
-
-
-def _inspect(
-    config: bytes,
-    read: Callable[[], memoryview],
-    base: BaseSpec,
-    names: BaseNames,
-    check_fit: CheckFit,
-    unfolding: LoadMemory,
-    pause: Pause,
-) -> Inspected:
-    data = read()
-    pause()
-    with ExitStack() as held:
-
-        def reserve(num_bytes: int) -> None:
-            held.enter_context(unfolding.reserved(num_bytes))
-
-        return inspect_upload(config, data, base, names=names, check_fit=check_fit, reserve=reserve, pause=pause)
 
 
 def _check_base(push: Push, version: AdapterVersion) -> None:

@@ -17,6 +17,7 @@ from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
 from loraserve.registry.operations import OperationProgress, OperationRecord, Operations, Result
+from loraserve.registry.publishing.inspector import UploadInspector
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.sources import NoSuchFile, Source, check_allowed, parse_source
 from loraserve.registry.uploads.staging import BoundedBlob
@@ -38,6 +39,7 @@ class Pulls:
     def __init__(
         self,
         uploads: Uploads,
+        inspector: UploadInspector,
         publisher: Publisher,
         operations: Operations,
         allow: Sequence[str],
@@ -45,7 +47,7 @@ class Pulls:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._uploads = uploads
-        self._publisher = publisher
+        self._inspector, self._publisher = inspector, publisher
         self._operations = operations
         self.allowed = tuple(allow)
         self._monotonic = monotonic
@@ -73,7 +75,7 @@ class Pulls:
             PermissionDenied: the operator doesn't allow this source.
             Overloaded, Replay: as `Operations.begin`.
         """
-        self._publisher.check_name(name)
+        self._inspector.check_name(name)
         found = parse_source(source)
         check_allowed(found, self.allowed)
 

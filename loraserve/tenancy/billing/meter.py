@@ -254,8 +254,12 @@ class UsageMeter:
 
     def _collect(self) -> None:
         sources, self._sources = self._sources, set()
-        for source in sources:
-            source.record()
+        try:
+            while sources:
+                sources.pop().record()
+        finally:
+            # a source expects its call until it comes: those after one that fails keep theirs
+            self._sources |= sources
 
     def note_billed(self, totals: Totals) -> None:
         """Count usage that another transaction has added to the hours."""

@@ -89,8 +89,8 @@ async def world(
     _, weights = make_upload(3)
     sha256 = hashlib.sha256(weights).hexdigest()
     upload = await call("POST", "/uploads", acme, json={"sha256": sha256, "size": len(weights)})
-    form = {"files": {"file": ("acme.jsonl", b"{}")}, "data": {"purpose": "batch"}}
-    file = (await client.post("/v1/files", headers=acme, **form)).json()
+    files, fields = {"file": ("acme.jsonl", b"{}")}, {"purpose": "batch"}
+    file = (await client.post("/v1/files", headers=acme, files=files, data=fields)).json()
     new = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     batch = (await client.post("/v1/batches", headers=acme, json=new)).json()
     operation = "01" + "ACME" * 6

@@ -226,7 +226,7 @@ def with_token(definition: dict[str, Any], id_: int, content: str) -> dict[str, 
 
 
 async def test_tokenizer_of_base_is_not_stored(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
-    services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
+    services.registry.inspector.tokenizer = lambda: Tokenizer(base_dir())
     same = (await push(acme, extras={"tokenizer": summary(tokenizer_definition())})).json()
     (check,) = [check for check in same["checks"] if check["name"] == "tokenizer"]
     assert (check["status"], check["detail"]) == ("passed", "the base's")
@@ -253,7 +253,7 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "i
 async def test_unused_tokenizer_rules_are_named(
     acme: httpx2.AsyncClient, push: Any, services: Services, rules: dict[str, Any], words: str
 ) -> None:
-    services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
+    services.registry.inspector.tokenizer = lambda: Tokenizer(base_dir())
     extras = {"tokenizer": summary({**tokenizer_definition(), **rules})}
     made = (await push(acme, extras=extras)).json()
     (check,) = [check for check in made["checks"] if check["name"] == "tokenizer"]
@@ -265,7 +265,7 @@ async def test_unused_tokenizer_rules_are_named(
 
 
 async def test_bad_tokenizers_are_refused_by_name(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
-    services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
+    services.registry.inspector.tokenizer = lambda: Tokenizer(base_dir())
     definition = tokenizer_definition()
     merges = definition["model"]["merges"]
     first = definition["added_tokens"][0]
@@ -286,7 +286,7 @@ async def test_bad_tokenizers_are_refused_by_name(acme: httpx2.AsyncClient, push
 
 async def test_strict_server_refuses_unknown_tokenizer(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
     extras = {"tokenizer": summary(tokenizer_definition())}
-    services.registry.publisher.tokenizer = lambda: None
+    services.registry.inspector.tokenizer = lambda: None
     (warning,) = (await push(acme, extras=extras)).json()["warnings"]
     assert "can't be compared: the base's can't be read" in warning
     services.registry.base_names.change((), is_strict=True)

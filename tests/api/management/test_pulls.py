@@ -76,7 +76,7 @@ def origin(files: dict[str, bytes], services: Services, monkeypatch: pytest.Monk
 
 def allow(services: Services, *patterns: str) -> None:
     registry = services.registry
-    registry.pulls = Pulls(registry.uploads, registry.publisher, registry.operations, patterns)
+    registry.pulls = Pulls(registry.uploads, registry.inspector, registry.publisher, registry.operations, patterns)
 
 
 async def begin(admin: httpx2.AsyncClient, source: str = "s3://models/sql", **body: Any) -> httpx2.Response:
@@ -272,7 +272,12 @@ async def test_dripping_source_is_abandoned(
     registry, clock = services.registry, itertools.count()
     # each piece of 100 bytes takes so long, the first one too
     registry.pulls = Pulls(
-        registry.uploads, registry.publisher, registry.operations, ["*"], monotonic=lambda: next(clock) // 2 * piece_s
+        registry.uploads,
+        registry.inspector,
+        registry.publisher,
+        registry.operations,
+        ["*"],
+        monotonic=lambda: next(clock) // 2 * piece_s,
     )
     ended = await until_ended(acme, await begin(admin))
     assert ended["state"] == state

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 from fastapi import FastAPI
 from shared_texts import template_of, tokenizer_of
@@ -89,7 +90,8 @@ def pooled_by_fake(request: GenerateRequest, hidden_size: int) -> np.ndarray:
     states = np.stack(
         [np.random.default_rng(id_ + 1000 * shift).normal(size=hidden_size) for id_ in request.prompt_token_ids]
     )
-    pooled = {PoolingKind.MEAN: states.mean(0), PoolingKind.LAST: states[-1], PoolingKind.CLS: states[0]}[pooling.kind]
+    kinds = {PoolingKind.MEAN: states.mean(0), PoolingKind.LAST: states[-1], PoolingKind.CLS: states[0]}
+    pooled: npt.NDArray[np.float64] = kinds[pooling.kind]
     if pooling.classify:
         return pooled[:2].astype("<f4")
     pooled = pooled[: pooling.dimensions]

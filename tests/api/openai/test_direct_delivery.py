@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.http.sse import EventTemplate, event
+from loraserve.api.http.json_body import dump_text
+from loraserve.api.http.sse import event, event_frame
 from loraserve.api.inference.answering.direct_reader import DirectReader
 from loraserve.api.inference.answering.generation import Generation
 from loraserve.engine_client.messages import GenerateRequest
@@ -54,7 +55,7 @@ async def test_stream_events_are_identical_with_direct_delivery(
     given = await streamed(client, path, **fields)
     # several choices share a connection
     assert (engine.num_taken > 5) == ("n" not in fields)
-    monkeypatch.setattr("loraserve.api.inference.answering.direct_reader.DirectReader.is_ready", lambda _: False)
+    monkeypatch.setattr("loraserve.api.inference.answering.direct_reader.DirectReader.connect", lambda *_: None)
     others = await streamed(client, path, **fields)
     assert sorted(map(json.dumps, given)) == sorted(map(json.dumps, others))
     assert given == others or "n" in fields
@@ -79,11 +80,11 @@ async def test_disconnect_ends_directly_written_stream(client: httpx2.AsyncClien
 
 
 @pytest.mark.parametrize("text", ["", " word", 'a "b"\n\u2028', "é\U0001f600", "\x00\x7f", "\ufffd"])
-def test_event_template_makes_same_bytes_as_whole_event(text: str) -> None:
+def test_event_frame_makes_same_bytes_as_event(text: str) -> None:
     def payload(text: str) -> dict[str, Any]:
-        return {"model": 'a"b', "choices": ({"text": text, "n": None},)}
+        return {"model": 'a"b %s 100%', "choices": ({"text": text, "n": None},)}
 
-    assert EventTemplate(payload).event(text) == event(payload(text))
+    assert event_frame(payload) % dump_text(text) == event(payload(text))
 
 
 async def test_ended_stream_leaves_no_cycle_holding_adapter(client: httpx2.AsyncClient, engine: Any) -> None:

@@ -115,32 +115,71 @@ async def test_complete_answer_is_billed_as_reported(
     assert await billed(services) == Amounts(1, usage["prompt_tokens"], cached, 16)
 
 
-def test_cached_count_is_billed_regardless_of_choice_order(services: Any, acme: Any) -> None:
-    events: list[UsageEvent] = []
-    meter = SimpleNamespace(record=events.append, expect=lambda source: source.record(), persist=lambda: None)
-    kept = SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions)
+CHUNK = Chunk(
+    text="a",
+    token_ids=(1,),
+    logprobs=None,
+    prompt_logprobs=None,
+    finish_reason=None,
+    stop_reason=None,
+    num_cached_tokens=16,
+    queue_s=0.0,
+    adapter_s=0.0,
+    prefill_s=0.0,
+)
+
+
+def make_usage(services: Any, acme: Any, meter: Any, *, admitted: Any = None) -> RequestUsage:
+    """Meter a prompt of 20 tokens with two choices."""
     context: Any = SimpleNamespace(
         prompts=[Prompt(tuple(range(20)), None)],
         body=SimpleNamespace(n=2),
-        services=kept,
+        services=SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions),
         adapter=None,
         target=SimpleNamespace(candidates=(None,)),
     )
-    usage = RequestUsage(context, acme.caller, services.admissions.enter(acme.caller))
-    chunk = Chunk(
-        text="a",
-        token_ids=(1,),
-        logprobs=None,
-        prompt_logprobs=None,
-        finish_reason=None,
-        stop_reason=None,
-        num_cached_tokens=16,
-        queue_s=0.0,
-        adapter_s=0.0,
-        prefill_s=0.0,
-    )
+    return RequestUsage(context, acme.caller, admitted or services.admissions.enter(acme.caller))
+
+
+def test_meter_expects_a_request_once_until_recorded(services: Any, acme: Any) -> None:
+    events: list[UsageEvent] = []
+    expected: list[RequestUsage] = []
+    counted: list[int] = []
+    meter = SimpleNamespace(record=events.append, expect=expected.append, persist=lambda: None)
+    usage = make_usage(services, acme, meter, admitted=SimpleNamespace(collected=None, count=counted.append))
+    for num_before in (0, 1):
+        for _ in range(3):
+            usage.add(0, CHUNK)
+            usage.bill_last()
+        assert (len(expected), len(events), counted) == (num_before + 1, num_before, [3] * num_before)
+        expected[-1].record()
+    assert [(event.num_requests, event.prompt_tokens, event.completion_tokens) for event in events] == [
+        (1, 20, 3),
+        (0, 0, 3),
+    ]
+    assert counted == [3, 3]
+
+
+def test_rate_counts_tokens_without_visible_text(services: Any, acme: Any) -> None:
+    counted: list[int] = []
+    admitted = SimpleNamespace(collected=None, count=counted.append)
+    sources: list[RequestUsage] = []
+    meter = SimpleNamespace(record=None, expect=sources.append, persist=lambda: None)
+    usage = make_usage(services, acme, meter, admitted=admitted)
+    usage.add(0, CHUNK)
+    sources[0].record()
+    assert counted == [1]
+    usage = make_usage(services, acme, None, admitted=admitted)
+    usage.add(0, CHUNK)
+    assert counted == [1, 1]
+
+
+def test_cached_count_is_billed_regardless_of_choice_order(services: Any, acme: Any) -> None:
+    events: list[UsageEvent] = []
+    meter = SimpleNamespace(record=events.append, expect=lambda source: source.record(), persist=lambda: None)
+    usage = make_usage(services, acme, meter)
     for index in (1, 0):
-        usage.add(index, chunk)
+        usage.add(index, CHUNK)
         usage.bill_last()
     assert [(event.prompt_tokens, event.cached_tokens) for event in events] == [(20, 16), (0, 0)]
     assert usage.as_dict()["prompt_tokens_details"] == {"cached_tokens": 16}

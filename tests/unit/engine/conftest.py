@@ -236,7 +236,7 @@ class Harness:
         return self.scheduler.take_failed() + self.scheduler.update(scheduled, results)
 
     def run(self, max_steps: int = 1000) -> list[TokenOutput]:
-        outputs = []
+        outputs: list[TokenOutput] = []
         for _ in range(max_steps):
             if not self.scheduler.has_requests:
                 return outputs
@@ -267,7 +267,7 @@ class World:
     model_dir: Path
     store_url: str
     refs: dict[str, AdapterRef]
-    model: torch.nn.Module
+    model: Any
 
     def config(self, **changes: object) -> EngineConfig:
         config = EngineConfig(

@@ -63,7 +63,7 @@ async def test_background_requests_fill_no_queue(client: EngineClient) -> None:
     for task in background[1:]:
         task.cancel()
     await asyncio.gather(*background[1:], return_exceptions=True)
-    assert (client.num_live_requests, client._bounds.num_alive) == (1, 1)
+    assert (client.num_live_requests, client._requests.bounds.num_alive) == (1, 1)
     others[1].cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    assert client._bounds.num_alive == 0
+    assert client._requests.bounds.num_alive == 0

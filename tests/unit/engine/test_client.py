@@ -337,7 +337,7 @@ async def test_loading_engine_ends_with_dead_server(world, tmp_path):
 
 async def test_a_full_queue_refuses_and_says_so(world):
     async with running(world, max_num_seqs=1, max_num_batched_tokens=16) as client:
-        client._bounds.max_live = 2
+        client._requests.bounds.max_live = 2
         first = client.generate(make(world, prompt(6), max_tokens=200, ignore_eos=True))
         second = client.generate(make(world, prompt(7), max_tokens=200, ignore_eos=True))
         async with aclosing(first), aclosing(second):

@@ -196,7 +196,8 @@ class PagedRun:
         """Compute the next `count` tokens of each sequence in one batch;
         return the logits of each one's rows.
         """
-        token_ids, positions, slots, starts, lens, rows = [], [], [], [0], [], []
+        token_ids, positions, slots, starts, lens = [], [], [], [0], []
+        rows: list[int] = []
         for sequence, count in work:
             first = sequence.num_computed
             sequence.num_computed += count
@@ -226,7 +227,7 @@ class PagedRun:
         )
         logits = self.decoder.forward(inputs, self.kv)
         counts = [0 if no_logits else 1 if last_rows_only else count for _, count in work]
-        return list(logits.split(counts))
+        return list(torch.split(logits, counts))
 
     def logits(self, token_ids: list[int], chunks: list[int]) -> Tensor:
         """The logits of a whole sequence computed in these chunks;

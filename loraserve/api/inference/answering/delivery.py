@@ -42,7 +42,7 @@ class Delivery(EventSource):
         self._silent_s = services_of(request).limits.silent_stream_s
         if isinstance(answer, StreamableAnswer) and answer.is_stream:
             self._stream, self.ending, self.media_type = answer, answer.ending, answer.media_type
-            self._reader = DirectReader(self._render, self.write)
+            self._reader = DirectReader(answer, usage, self._record)
             generation.read_with(self._reader)
 
     async def respond(self) -> Response:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loraserve.api.http.connection import PieceWriter
+    from loraserve.api.http.request_record import RequestRecord
+    from loraserve.api.inference.answering.answer import StreamableAnswer
+    from loraserve.api.inference.answering.metering import RequestUsage
     from loraserve.engine_client.client import Chunk
 
 
@@ -19,41 +22,53 @@ class DirectReader:
     instead of 70 (`make bench ARGS=token_costs`).
 
     Args:
-        render: returns the events of a chunk of choice 0, and adds it to the usage.
-        write: writes them into the connection, and bills them.
+        answer: renders the chunks, as those of choice 0.
+        usage: bills them.
+        record: of the request, which notes the pieces.
+
+    Attributes:
+        is_ready: checks whether the connection takes a piece at once.
+        note: counts the chunk, and returns what the client gets of it.
     """
 
-    def __init__(self, render: Callable[[int, Chunk], bytes], write: Callable[[PieceWriter, bytes], None]) -> None:
-        self._delivery: tuple[Callable[[int, Chunk], bytes], Callable[[PieceWriter, bytes], None]] | None
-        self._delivery = render, write
-        self._pieces: PieceWriter | None = None
+    def __init__(self, answer: StreamableAnswer, usage: RequestUsage, record: RequestRecord) -> None:
+        self.is_ready: Callable[[], bool] = _never
         self.note: Callable[[Chunk], Chunk] = _unchanged
-        """Counts the chunk, and returns what the client gets of it."""
+        self._answer, self._usage, self._record = answer, usage, record
+        self._pieces: PieceWriter | None = None
 
     def connect(self, pieces: PieceWriter) -> None:
         """Begin to write."""
-        self._pieces = pieces
+        self._pieces, self.is_ready = pieces, pieces.is_free
 
     def end(self) -> None:
         """Write nothing more.
 
-        What renders and counts the chunks holds the generation, which holds this: in a circle a
-        request's ephemeral adapter would stay in memory until a collection.
+        What counts the chunks holds the generation, which holds this: in a circle a request's
+        ephemeral adapter would stay in memory until a collection.
         """
-        self._pieces = self._delivery = None
-        self.note = _unchanged
-
-    def is_ready(self) -> bool:
-        """Check whether the connection takes a piece at once."""
-        return self._pieces is not None and self._pieces.is_free()
+        self._pieces, self.is_ready, self.note = None, _never, _unchanged
 
     def take(self, chunk: Chunk) -> None:
-        """Write a chunk's events, while `is_ready`."""
-        if self._pieces is None or self._delivery is None:
+        """Bill a chunk and write its events, while `is_ready`."""
+        usage, record, pieces = self._usage, self._record, self._pieces
+        if pieces is None:
             return
-        render, write = self._delivery
-        if data := render(0, self.note(chunk)):
-            write(self._pieces, data)
+        shown = self.note(chunk)
+        usage.add(0, shown)
+        data = self._answer.render(0, shown)
+        if not data:
+            return
+        if record.num_pieces:
+            record.num_pieces += 1
+        else:
+            record.note_piece(data)
+        usage.bill_last()
+        pieces.write(data)
+
+
+def _never() -> bool:
+    return False
 
 
 def _unchanged(chunk: Chunk) -> Chunk:

@@ -296,17 +296,19 @@ class Generation:
             if recording is not None:
                 recording.add(chunk)
             answer = _without_token(chunk) if self._is_scoring else chunk
-            num_tokens += len(answer.token_ids)
-            self.num_tokens += len(answer.token_ids)
-            metrics.generation_tokens.inc(len(answer.token_ids))
+            num_new = len(answer.token_ids)
+            num_tokens += num_new
+            self.num_tokens += num_new
+            metrics.generation_tokens.inc(num_new)
             if timer is not None:
-                timer.add(answer)
+                timer.num_tokens += num_new
             if copy is not None:
                 copy.add(answer.token_ids)
             return answer
 
         def note_direct(chunk: Chunk) -> Chunk:
-            record.note(chunk)
+            """Count a chunk that isn't the first, nor what a scored prompt has."""
+            record.num_tokens += len(chunk.token_ids)
             return note(chunk)
 
         sent = request
@@ -327,6 +329,8 @@ class Generation:
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine aborted this request.", hint="Try again.")
                     answer = note(chunk)
+                    if timer is not None and not timer.has_begun:
+                        timer.begin(answer)
                     if answer.finish_reason is not None:
                         reason = answer.finish_reason.value
                         # an answer that was cut short is no measure for another version

@@ -107,15 +107,24 @@ class RequestUsage:
         """Whether what is held is the end of a choice."""
         self._billed_prompts: set[int] = set()
         self._num_billed = 0
-        self._unrecorded = Amounts()
-        """Billed and not recorded: an event for each token would cost more than its way."""
+        self._num_unrecorded = [0, 0, 0, 0]
+        """Billed and not recorded, as the first of `Amounts`: an event for each token would cost
+        more than its way.
+        """
+        self._num_uncounted: int | None = None
+        """Added tokens that aren't in the tenant's rate; None: no chunk was added since."""
+        self._is_expected = False
+        """Whether the recorder calls `record` soon."""
         self._is_closed = False
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Add the choice's chunk to the answer."""
+        """Add the choice's chunk to the answer.
+
+        The tenant's rate counts its tokens with the next `record`.
+        """
         num_tokens = len(chunk.token_ids)
         self._completion_tokens += num_tokens
-        self._admitted.count(num_tokens)
+        self._num_uncounted = num_tokens + (self._num_uncounted or 0)
         self._held[index] = self._held.get(index, 0) + num_tokens
         self._last = index
         self._is_replayed |= chunk.is_replayed
@@ -123,6 +132,8 @@ class RequestUsage:
         # the first choice of a prompt has it: later ones find what that one computed, and the
         # prompt is billed with it
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
+        if not self._is_expected:
+            self._expect()
 
     def bill_last(self) -> None:
         """Bill the last added chunk, which is delivered next.
@@ -199,21 +210,37 @@ class RequestUsage:
         if not has_some:
             return
         self._num_billed += completion_tokens
-        self._unrecorded += Amounts(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
+        unrecorded = self._num_unrecorded
+        unrecorded[3] += completion_tokens
+        if is_first or prompt_tokens:
+            unrecorded[0] += is_first
+            unrecorded[1] += prompt_tokens
+            unrecorded[2] += cached_tokens
+        if self._has_ended:
+            self._has_ended = False
+            self.record()
+            if (recorder := self._recorder) is not None:
+                recorder.persist()
+        elif not self._is_expected:
+            self._expect()
+
+    def _expect(self) -> None:
+        """Have `record` called soon: by the recorder, or now if there is none."""
+        self._is_expected = True
         recorder = self._recorder
         if recorder is None:
-            return
-        if self._has_ended:
             self.record()
-            recorder.persist()
         else:
             recorder.expect(self)
-        self._has_ended = False
 
     def record(self) -> None:
-        """Record what was billed since the last call."""
-        amounts, self._unrecorded = self._unrecorded, Amounts()
-        if amounts != Amounts():
+        """Record what was billed, and count what was added, since the last call."""
+        self._is_expected = False
+        num_tokens, self._num_uncounted = self._num_uncounted, None
+        if num_tokens is not None:
+            self._admitted.count(num_tokens)
+        if any(self._num_unrecorded):
+            amounts, self._num_unrecorded = Amounts(*self._num_unrecorded), [0, 0, 0, 0]
             self._record(amounts)
 
     def _record(self, amounts: Amounts) -> None:

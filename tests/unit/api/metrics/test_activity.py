@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from stopped_clock import StoppedClock
 
-from loraserve.api.metrics.activity import Activity
+from loraserve.api.metrics.activity import Activity, RequestTimer
 from loraserve.api.metrics.durations import DURATION_BOUNDS_S
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
@@ -43,6 +43,12 @@ def make_chunk(num_tokens: int = 1) -> Chunk:
     )
 
 
+def add_first(timer: RequestTimer, first: Chunk) -> None:
+    """Count the first chunk of an answer."""
+    timer.num_tokens += len(first.token_ids)
+    timer.begin(first)
+
+
 @pytest.fixture
 def clock() -> StoppedClock:
     return StoppedClock()
@@ -59,9 +65,9 @@ def test_request_is_counted_from_arrival_to_end(activity: Activity, clock: Stopp
     for tally in (activity.of(ACME), activity.of(None)):
         assert (tally.num_waiting, tally.num_running, tally.num_ended) == (1, 0, 0)
     clock.now_s = 0.5
-    timer.add(make_chunk())
+    add_first(timer, make_chunk())
     clock.now_s = 2.5
-    timer.add(make_chunk(4))
+    timer.num_tokens += 4
     for tally in (activity.of(ACME), activity.of(None)):
         assert (tally.num_waiting, tally.num_running, tally.num_ended) == (0, 1, 0)
         assert (tally.prompt_tokens, tally.cached_tokens, tally.completion_tokens) == (3, 2, 5)
@@ -85,7 +91,7 @@ def test_tenants_are_apart(activity: Activity) -> None:
 
 def test_background_request_is_counted_but_not_timed(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(is_background=True), tenant_name="acme", asked="sql")
-    timer.add(make_chunk(2))
+    add_first(timer, make_chunk(2))
     timer.end("stop", answered_by="sql@1", is_failure=False)
     tally = activity.of(ACME)
     assert (tally.num_ended, tally.completion_tokens) == (1, 2)
@@ -106,5 +112,17 @@ def test_dropped_tenant_counts_request_to_end(activity: Activity) -> None:
 def test_a_duration_beyond_all_bounds_has_a_bucket(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(), tenant_name="acme", asked="sql")
     clock.now_s = 1e9
-    timer.add(make_chunk())
+    add_first(timer, make_chunk())
     assert activity.of(ACME).first_token_counts[-1] == 1
+
+
+def test_tallies_have_tokens_of_live_requests_once(activity: Activity) -> None:
+    timers = [activity.begin(make_request(), tenant_name="acme", asked="sql") for _ in range(2)]
+    for timer in timers:
+        add_first(timer, make_chunk(2))
+    assert activity.of(ACME).completion_tokens == 4
+    assert {tenant: tally.completion_tokens for tenant, tally in activity.tallies()} == {None: 4, ACME: 4}
+    timers[0].num_tokens += 3
+    timers[0].end("stop", answered_by="sql@1", is_failure=False)
+    timers[1].num_tokens += 1
+    assert activity.of(None).completion_tokens == 8

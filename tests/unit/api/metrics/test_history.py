@@ -12,7 +12,7 @@ from loraserve.api.metrics.history import ActivityHistory
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import EngineStats
 
-from .test_activity import ACME, GLOBEX, make_chunk, make_request
+from .test_activity import ACME, GLOBEX, add_first, make_chunk, make_request
 
 STEP_S = LIMITS.history_interval_s
 
@@ -30,8 +30,8 @@ class World:
         """Answer a request of a tenant."""
         timer = self.activity.begin(make_request(tenant), tenant_name="x", asked="sql")
         self.clock.now_s += first_s
-        for _ in range(num_tokens):
-            timer.add(make_chunk())
+        add_first(timer, make_chunk())
+        timer.num_tokens += num_tokens - 1
         timer.end("stop", answered_by="sql@1", is_failure=False)
 
     async def pass_time(self, num_points: int = 1) -> None:
@@ -70,7 +70,7 @@ async def test_running_requests_are_seen_without_end() -> None:
     world = World()
     timer = world.activity.begin(make_request(), tenant_name="x", asked="sql")
     await world.pass_time()
-    timer.add(make_chunk())
+    add_first(timer, make_chunk())
     await world.pass_time()
     points = [point for _, point in world.history.of(ACME)]
     assert [(point.num_waiting, point.num_running) for point in points] == [(1, 0), (0, 1)]

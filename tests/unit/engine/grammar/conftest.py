@@ -33,6 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    assert tokenizer.eos_token_id is not None
     return GrammarCompiler(base_dir(), tokenizer.vocab_size, [tokenizer.eos_token_id])
 
 

@@ -273,7 +273,7 @@ async def test_alias_refuses_version_exceeding_memory_limits(
             raise AdapterUnsupported("This adapter needs 9 bytes.", hint="Train it with a lower rank.")
 
     # what was published fits no more once the server has less memory
-    registry.publisher.check_fit = check
+    registry.inspector.check_fit = check
     registry.stored_fit.doubts = lambda base, *, rank, **shape: rank > 4
     with pytest.raises(AdapterUnsupported, match="sql@1: This adapter needs 9 bytes") as caught:
         await move(registry, acme, way)

@@ -179,7 +179,7 @@ async def test_extra_files_live_as_long_as_version(
     async def inspect(tenant: TenantId, source: str) -> TemplateAnswer:
         return TemplateAnswer()
 
-    registry.publisher.inspect_template = inspect
+    registry.inspector.inspect_template = inspect
     extras = ExtraFiles(chat_template=b"x", generation_config=b"{}")
     version = (await publish(extras=extras)).version
     blobs = [file.blob for file in version.extras.files]

@@ -95,6 +95,22 @@ async def test_forgotten_source_records_no_usage(meter: UsageMeter, acme: Tenant
     assert source.num_records == 0
 
 
+async def test_failed_source_leaves_remaining_sources_expected(meter: UsageMeter, acme: TenantId) -> None:
+    class Failing(Source):
+        def record(self) -> None:
+            raise LookupError("gone")
+
+    sources = [Source(meter, acme) for _ in range(8)]
+    # a set has any order: some follow the one that fails, whichever comes first
+    for source in (*sources[:4], Failing(meter, acme), Failing(meter, acme), *sources[4:]):
+        meter.expect(source)
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            await meter.flush()
+    await meter.flush()
+    assert [source.num_records for source in sources] == [1] * 8
+
+
 async def test_running_meter_collects_expected_usage(meter: UsageMeter, acme: TenantId) -> None:
     source = Source(meter, acme)
     meter.start()
