@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if isinstance(engine.dialect, SQLiteDialect_aiosqlite):
             engine._compiled_cache = _statements
 
-    Engine.__init__ = create_with_statements  # type: ignore[method-assign]
+    Engine.__init__ = create_with_statements  # type: ignore[assignment, method-assign]
     # dialects are a part of the key: all of SQLite's are made with the same options
     SQLiteDialect_aiosqlite.__eq__ = lambda self, other: type(self) is type(other)  # type: ignore[method-assign]
     SQLiteDialect_aiosqlite.__hash__ = lambda self: hash(type(self))  # type: ignore[method-assign]
