@@ -244,7 +244,7 @@ def importing(tree: str | None, pause_s: float | None = None, counts: Path | Non
         os.environ["CALL_COUNTS_DIR"] = str(counts)
         paths.append(str(_CALL_COUNTING))
     if paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [before.get("PYTHONPATH")])])
     try:
         yield
     finally:

@@ -112,7 +112,7 @@ class DemoModel:
         base_names: names by which the adapters' configs mean the base.
         adapters: PEFT directories by name.
         questions: by model, questions that no training has seen, with judges of the answers.
-        shown: questions that are shown one after the other; the first `num_first` at the start.
+        shown: questions that are shown in this order; the first `num_first` at the start.
         typed_models: models that answer a question that is typed without a model's name.
         max_tokens: longest answer.
         max_answers_s: longest time for all checked questions together. Kernels that are correct and

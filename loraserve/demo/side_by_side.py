@@ -20,6 +20,8 @@ from loraserve.demo.demo_model import Access, DemoAnswer, Question, ShownQuestio
 _REFRESH_PER_S = 20
 _ANSWER_WIDTH = 52
 _MIN_MODEL_WIDTH = 8
+_TABLE_LINES = 12
+"""Lines of a terminal that a question with two answers needs, about."""
 
 
 @dataclass(slots=True)
@@ -87,8 +89,8 @@ async def ask_all(
 ) -> list[dict[str, DemoAnswer]]:
     """Ask all questions at once, each of its models, and show the answers as they come.
 
-    On a terminal they grow in tables. Elsewhere a question is printed when its answers are
-    complete.
+    A question is printed when its answers, and those of the questions before it, are complete. On a
+    terminal the answers of the next ones grow in tables, of as many as have room.
 
     Returns:
         For each question, the answers by the model's name in requests.
@@ -101,20 +103,23 @@ async def ask_all(
         for shown in questions
     ]
     screen: Live | None = None
+    num_growing = max(1, console.height // _TABLE_LINES)
     if console.is_terminal:
-        screen = Live(_tables(boards), console=console, refresh_per_second=_REFRESH_PER_S)
+        screen = Live(_tables(boards[:num_growing]), console=console, refresh_per_second=_REFRESH_PER_S)
     context: AbstractContextManager[object] = screen or nullcontext()
     num_printed = 0
 
     def refresh() -> None:
         nonlocal num_printed
-        if screen is not None:
-            screen.update(_tables(boards))
-            return
         while num_printed < len(boards) and boards[num_printed].is_done:
-            for line in _lines(boards[num_printed]):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if screen is not None:
+                console.print(_tables([boards[num_printed]]))
+            else:
+                for line in _lines(boards[num_printed]):
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
             num_printed += 1
+        if screen is not None:
+            screen.update(_tables(boards[num_printed : num_printed + num_growing]))
 
     with context:
         async with AsyncClient(access.url, api_key=access.api_key) as client:

@@ -534,12 +534,26 @@ def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | No
     if nudged is not None and len(nudged):
         turned = turned.clone()
         turned[nudged] *= 1 + (torch.arange(x.shape[1], device=x.device) % 2 * 2 - 1) / 4096
-    # the first of equal ones, as kernels choose
-    outliers = turned.abs().sort(dim=1, descending=True, stable=True).indices[:, : rounding.num_outliers]
-    groups = turned.scatter(1, outliers, 0.0).reshape(x.shape[0], -1, rounding.group or x.shape[1])
+    outliers = _outliers(turned, rounding.num_outliers)
+    rest = turned if outliers is None else turned.scatter(1, outliers, 0.0)
+    groups = rest.reshape(x.shape[0], -1, rounding.group or x.shape[1])
     step = groups.abs().amax(2, keepdim=True) / rounding.levels
     rounded = torch.where(step > 0, torch.round(groups / step) * step, 0.0).view(x.shape)
-    return _rotated(rounded.scatter(1, outliers, turned.gather(1, outliers)), rounding.rotation)
+    if outliers is not None:
+        rounded = rounded.scatter(1, outliers, turned.gather(1, outliers))
+    return _rotated(rounded, rounding.rotation)
+
+
+def _outliers(x: Tensor, count: int) -> Tensor | None:
+    """Find the inputs of each row with the largest magnitudes, [rows, count]; None: of no count.
+
+    The first of equal ones is taken, as kernels do.
+    """
+    rest, found = x.abs() if count else x, list[Tensor]()
+    for _ in range(count):
+        found.append(rest.argmax(1, keepdim=True))
+        rest = rest.scatter(1, found[-1], -1.0)
+    return torch.cat(found, 1) if found else None
 
 
 def _rotated(x: Tensor, block: int) -> Tensor:

@@ -43,7 +43,7 @@ GROUPS = {W8A8_G32: 32, W4A8_G32: 32, MXFP4A8_G32: 32}
 OUTLIERS = 2
 """Inputs of a row that aren't rounded, where groups of it are and its linear has all of the row."""
 
-_ROTATED, _KEPT = "-h", "-o"
+_ROTATED, _OUTLIERS = "-h", "-o"
 
 
 def rotated_name(name: str, block: int) -> str:
@@ -56,8 +56,8 @@ def rotated_name(name: str, block: int) -> str:
 
 
 def outliers_name(name: str, count: int) -> str:
-    """Format the name of an arithmetic in which so many inputs of a row aren't rounded."""
-    return f"{name}{_KEPT}{count}" if count else name
+    """Format the name of an arithmetic in which `count` inputs of a row aren't rounded."""
+    return f"{name}{_OUTLIERS}{count}" if count else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ActivationRounding:
 
 def activation_rounding(name: str) -> ActivationRounding | None:
     """Parse how an arithmetic of this name rounds rows; None: to no integers."""
-    rest, _, count = name.partition(_KEPT)
+    rest, _, count = name.partition(_OUTLIERS)
     plain, _, block = rest.partition(_ROTATED)
     if plain not in LEVELS:
         return None

@@ -67,7 +67,7 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
     """Remove what wrappers have added to names from tensors and base.
 
     Raises:
-        AdapterFormatError: two tensors have one name then, or all are of what reads images.
+        AdapterFormatError: two tensors have one name then, or all belong to what reads images.
     """
     found: dict[str, None] = {}
     named: dict[str, TensorView] = {}
@@ -85,8 +85,8 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
         named[plain], origins[plain] = tensor, name
     if tensors and not named:
         raise AdapterFormatError(
-            f"All tensors are of what reads images, {shown(min(tensors), 200)} for example, and this base is served "
-            "for text.",
+            f"All tensors belong to what reads images, {shown(min(tensors), 200)} for example, and this base is "
+            "served for text.",
             hint="Train linears of the language model, with target_modules "
             r"'.*language_model.*\.(q_proj|v_proj)' for example.",
         )

@@ -36,6 +36,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto", ""),
     "format": ("",),
+    "grammar": ("",),
     # sampling
     "bad_words": ([],),
     "bad_words_ids": ([],),

@@ -44,7 +44,7 @@ def reserve(
     Args:
         max_tokens: of an answer to each of the prompts.
         is_bounded: whether the request bounds how long an answer may be; otherwise a part is set
-            aside, and what comes beyond it is charged as it comes.
+            aside, and what comes beyond it is charged within `LIMITS.usage_journal_s`.
 
     Raises:
         RateLimited: they are more than the tenant's rate leaves.

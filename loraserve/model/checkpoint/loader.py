@@ -269,9 +269,9 @@ class _Loader:
         elif plan.kind is SiteKind.ROUTER:
             self._routers.setdefault(plan.layer, []).append(self._site(plan, self._make_router))
         elif plan.kind is SiteKind.EXPERT:
-            self._experts.setdefault(plan.layer, []).append(self._site(plan, self._make_of(plan)))
+            self._experts.setdefault(plan.layer, []).append(self._site(plan, self._maker(plan)))
         else:
-            self._sites[plan.layer, plan.name] = self._site(plan, self._make_of(plan))
+            self._sites[plan.layer, plan.name] = self._site(plan, self._maker(plan))
 
     def _site(self, plan: SitePlan, make: MakeLinear) -> Site:
         site, sinks = make_site(
@@ -286,8 +286,8 @@ class _Loader:
         self._sinks.update({name: _unnamed(sink) for name, sink in sinks.items()})
         return site
 
-    def _make_of(self, plan: SitePlan) -> MakeLinear:
-        """Choose what makes a site's linears: outliers are of whole rows, which ranks may lack."""
+    def _maker(self, plan: SitePlan) -> MakeLinear:
+        """Choose what makes a site's linears: those with all of each row keep outliers."""
         return self._backend.linear if is_row_parallel(plan) else self._make_whole
 
     def _make_whole(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:

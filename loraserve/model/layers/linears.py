@@ -339,8 +339,8 @@ A `G32Linear` isn't one: a rank that has whole groups of a row needs no other ra
 def keep_outliers(linear: Linear) -> Linear:
     """Have a linear leave the outliers of its rows as they are, and return it.
 
-    It is to have all of each row: of a part a rank would choose others. Linears whose rows aren't
-    rounded in groups do nothing.
+    For linears that have all of each row: a rank that had a part would choose others. Linears whose
+    rows aren't rounded in groups are unchanged.
     """
     if isinstance(linear, G32Linear):
         linear.num_outliers = OUTLIERS

@@ -187,7 +187,7 @@ class UsageMeter:
         self._oldest_at: float | None = None
         """Time at which the oldest usage that isn't in the database was recorded."""
         self._flush_lock = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = asyncio.Event()
         self._warned_at = -_WARN_S
         self.recorded = Amounts()
@@ -202,17 +202,20 @@ class UsageMeter:
 
     def start(self) -> None:
         """Count orphaned journals, and flush recorded usage periodically from now on."""
-        self._task = asyncio.create_task(self._run(), name="usage")
+        self._tasks = [
+            asyncio.create_task(self._collect_periodically(), name="usage collection"),
+            asyncio.create_task(self._flush_periodically(), name="usage"),
+        ]
 
     async def close(self) -> None:
         """Flush; usage that can't be written stays in the journal for the next start."""
         self._is_closing.set()
-        if self._task is not None:
+        if self._tasks:
             # let a running transaction finish
-            await asyncio.wait({self._task}, timeout=_CLOSE_S)
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             await self.flush()
         except LoraserveError as error:
@@ -254,12 +257,12 @@ class UsageMeter:
 
     def _collect(self) -> None:
         sources, self._sources = self._sources, set()
-        try:
-            while sources:
-                sources.pop().record()
-        finally:
-            # a source expects its call until it comes: those after one that fails keep theirs
-            self._sources |= sources
+        for source in sources:
+            try:
+                source.record()
+            except Exception as error:
+                # the others' usage is recorded, whatever the error
+                self._warn("a request's usage can't be recorded now (%s)", error)
 
     def note_billed(self, totals: Totals) -> None:
         """Count usage that another transaction has added to the hours."""
@@ -363,13 +366,22 @@ class UsageMeter:
             logger.error("usage of tenants that aren't in the database isn't billed: %s", lost)
         self._counted = unit.sequence
 
-    async def _run(self) -> None:
+    async def _collect_periodically(self) -> None:
+        """Bring usage to the journal, however long the database takes."""
+        while not self._is_closing.is_set():
+            self._collect()
+            try:
+                self.persist()
+            except Exception as error:
+                # metering continues, whatever the error
+                self._warn("usage can't be written to the journal now (%s)", error)
+            await self._wait()
+
+    async def _flush_periodically(self) -> None:
         looked = flushed = -1e9
         while not self._is_closing.is_set():
             now = self._monotonic()
             try:
-                self._collect()
-                self.persist()
                 if now - flushed >= LIMITS.usage_flush_s:
                     await self.flush()
                     flushed = self._monotonic()
@@ -382,9 +394,13 @@ class UsageMeter:
                 flushed = self._monotonic()
                 self._warn("usage can't be written to the database now (%s); it stays in the journal", error)
                 await self._sync_journal()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LIMITS.usage_journal_s):
-                    await self._is_closing.wait()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait for `LIMITS.usage_journal_s`, or until the meter closes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LIMITS.usage_journal_s):
+                await self._is_closing.wait()
 
     async def _sync_journal(self) -> None:
         """Bound and sync the journal, the only record while the database is unreachable."""

@@ -429,7 +429,7 @@ class Admitted:
     def count(self, num_new_tokens: int) -> None:
         """Count the computed prompts and that many new tokens.
 
-        Tokens beyond those reserved are charged at once.
+        Tokens beyond those reserved are charged with this call.
         """
         if self._is_released:
             return

@@ -269,10 +269,10 @@ Upload = tuple[bytes, bytes]
 @pytest.fixture(scope="session")
 def publish_once(tmp_path_factory: pytest.TempPathFactory, migrated_sqlite: Path) -> PublishOnce:
     """A function that makes a base's `Published`, the first time."""
-    made: dict[bytes, Published] = {}
+    made: dict[tuple[bytes, ...], Published] = {}
 
     async def run(base: BaseSpec, upload: Upload) -> Published:
-        name = msgspec.json.encode(base)
+        name = (msgspec.json.encode(base), *upload)
         if name not in made:
             folder = tmp_path_factory.mktemp("published")
             shutil.copyfile(migrated_sqlite, folder / "registry.db")

@@ -87,15 +87,28 @@ def test_event_frame_makes_same_bytes_as_event(text: str) -> None:
     assert event_frame(payload) % dump_text(text) == event(payload(text))
 
 
-async def test_ended_stream_leaves_no_cycle_holding_adapter(client: httpx2.AsyncClient, engine: Any) -> None:
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 20}),
+        ("/v1/responses", {"input": "x"}),
+        ("/api/chat", {"messages": MESSAGES}),
+    ],
+)
+async def test_ended_stream_leaves_no_cycle_holding_adapter(
+    client: httpx2.AsyncClient, engine: Any, path: str, fields: dict[str, Any]
+) -> None:
     """An ephemeral adapter's memory is freed with the last request, not with a later collection."""
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
-            async with client.stream(
-                "POST", "/v1/completions", json={"model": "sql", "prompt": "x", "stream": True}
-            ) as answer:
+            async with client.stream("POST", path, json={"model": "sql", "stream": True, **fields}) as answer:
                 assert answer.status_code == 200
                 async for _line in answer.aiter_lines():
                     pass

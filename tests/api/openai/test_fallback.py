@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -104,6 +105,22 @@ async def test_fallback_answers_for_unready_adapter(
     answered = [request for request in engine.seen if request.adapter.version == 1]
     assert len({request.request_id for request in engine.seen}) == len(engine.seen), "no name is given twice"
     assert len(answered) == 3, "all choices are one model's"
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_lone_stream_of_fallback_has_whole_text(
+    client: httpx2.AsyncClient, versions: Any, bind: Any, failing: Any, path: str
+) -> None:
+    bind(Binding(versions[3], fallback=Fallback(versions[1])))
+    whole = (await ask(client, path)).json()["choices"][0]
+    failing[3] = AdapterNotReady("It is still being read.")
+    bind(Binding(versions[3], fallback=Fallback(versions[1])))
+    lines = (await ask(client, path, stream=True)).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    parts = [choice for event in events for choice in event["choices"]]
+    streamed = "".join(part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts)
+    assert streamed == (whole["text"] if "text" in whole else whole["message"]["content"])
+    assert len(streamed) > 0
 
 
 async def test_the_base_can_be_a_fallback(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from probe import BASE_URL, KEY, MAX_TOKENS, QUESTION, TEXT_MODEL, feature, run
 
-FOLDER = Path(tempfile.mkdtemp(prefix="aider-"))
+_SCRATCH = tempfile.TemporaryDirectory(prefix="aider-", ignore_cleanup_errors=True)
+FOLDER = Path(_SCRATCH.name)
 MODELS = (f"openai/{TEXT_MODEL}", "openai/absent")
 # the bundled model reads the last message, to which aider adds its reminder by default
 (FOLDER / "settings.yml").write_text(

@@ -18,7 +18,8 @@ from probe import KEY, QUESTION, TEXT_MODEL, URL, feature, run
 from relay import relayed
 
 PROGRAM = Path(sys.prefix) / "node_modules/.bin/claude"
-FOLDER = Path(tempfile.mkdtemp(prefix="claude-code-"))
+_SCRATCH = tempfile.TemporaryDirectory(prefix="claude-code-", ignore_cleanup_errors=True)
+FOLDER = Path(_SCRATCH.name)
 SETTINGS = {"attribution": {"commit": "", "pr": ""}}
 
 

@@ -14,7 +14,8 @@ from probe import KEY, QUESTION, TEXT_MODEL, URL, feature, run
 from relay import relayed
 
 PROGRAM = Path(sys.prefix) / "node_modules/.bin/codex"
-FOLDER = Path(tempfile.mkdtemp(prefix="codex-"))
+_SCRATCH = tempfile.TemporaryDirectory(prefix="codex-", ignore_cleanup_errors=True)
+FOLDER = Path(_SCRATCH.name)
 
 
 def codex(model: str, *options: str, url: str = URL) -> subprocess.CompletedProcess[str]:

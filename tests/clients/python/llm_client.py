@@ -12,7 +12,8 @@ from typing import Any
 
 from probe import BASE_URL, JSON_MODEL, KEY, MAX_TOKENS, QUESTION, SCHEMA, TEXT_MODEL, feature, run
 
-FOLDER = Path(tempfile.mkdtemp(prefix="llm-"))
+_SCRATCH = tempfile.TemporaryDirectory(prefix="llm-", ignore_cleanup_errors=True)
+FOLDER = Path(_SCRATCH.name)
 FACTS = {"api_base": BASE_URL, "supports_schema": True, "api_key_name": "loraserve"}
 # YAML takes JSON
 (FOLDER / "extra-openai-models.yaml").write_text(

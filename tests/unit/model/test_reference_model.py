@@ -171,8 +171,8 @@ def test_activations_are_rounded_like_served_products(tmp_path: Path) -> None:
         assert 0 < float((nudged - base).square().mean().sqrt()) < 0.05
 
 
-PARTS = ("o_proj", "down_proj")
-"""Linears of whose inputs ranks may have a part."""
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Linears of which a rank has some inputs."""
 
 
 def test_activations_are_rounded_in_groups_where_products_do(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_activations_are_rounded_in_groups_where_products_do(tmp_path: Path) -> 
     assert decoder.activation_rounding(0, "q_proj") == ActivationRounding(127, 0, 32, 2)
     assert decoder.activation_rounding(0, "o_proj") == ActivationRounding(127, 0, 32)
     for module in LINEARS:
-        linear, is_part = model.model.layers[0].get_submodule(decoder.spec.module_paths[module]), module in PARTS
+        linear, is_part = model.model.layers[0].get_submodule(decoder.spec.module_paths[module]), module in ROW_PARALLEL
         round_row = rounded_in_groups if is_part else rounded_but_outliers
         linear.register_forward_pre_hook(lambda _, inputs, round_row=round_row: round_row(inputs[0]))
     evaluation = evaluate_alone(decoder, PROMPTS, [])

@@ -20,6 +20,7 @@ from loraserve_kernels.common.arithmetic import (
     GROUPS,
     LEVELS,
     MXFP4A8_G32,
+    OUTLIERS,
     W4A8_G32,
     W4A8_ROW,
     W8A7_ROW,
@@ -198,6 +199,8 @@ def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> 
         if candidate.name in GROUPS:
             # each group's largest magnitude is 127, so that its codes are itself
             x[:, :: GROUPS[candidate.name]] = 127
+            # the outliers, which no code rounds
+            x[:, 5], x[:, in_features - 2] = 1000.5, -999.25
         bound = tolerance * (x.double().abs() @ wide.abs().T)
         if ((product(x).double() - x.double() @ wide.T).abs() > bound).any():
             return False
@@ -247,7 +250,7 @@ def _make_g32(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
     if isinstance(weight, Tensor):
         raise TypeError("a float weight")
     packed = g32_dot.pack(weight)
-    return lambda x: g32_dot.linear(x, packed)
+    return lambda x: g32_dot.linear(x, packed, None, OUTLIERS)
 
 
 def _make_packed(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:

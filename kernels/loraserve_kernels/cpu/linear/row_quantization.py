@@ -131,7 +131,7 @@ def find_outliers(source, outliers, count, tops, width, group):  # type: ignore[
     Args:
         source: address of `width` float32.
         outliers: of as many pairs as `count`.
-        tops: of a float32 for each group, which change.
+        tops: scratch of a float32 for each group.
         group: inputs of a group, a multiple of `LANES` that divides `width`.
     """
     zero = splat(np.float32(0))
@@ -180,7 +180,7 @@ def quantize_groups(source, target, scales, starts, width, group, outliers, coun
         group: inputs of a group, a multiple of `LANES` that divides `width`; with outliers, at most
             as many as the largest Hadamard block has.
         outliers: of pairs of float32 that `find_outliers` writes; their inputs get codes of 0.
-        count: of outliers.
+        count: number of outliers.
     """
     zero, without = splat(np.float32(0)), block_buffer()
     if count != 0:

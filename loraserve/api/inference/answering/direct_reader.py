@@ -24,11 +24,11 @@ class DirectReader:
     Args:
         answer: renders the chunks, as those of choice 0.
         usage: bills them.
-        record: of the request, which notes the pieces.
+        record: the request's record, which notes the pieces.
 
     Attributes:
-        is_ready: checks whether the connection takes a piece at once.
-        note: counts the chunk, and returns what the client gets of it.
+        is_ready: check of whether the connection takes a piece at once.
+        note: function that counts a chunk and returns what the client gets of it.
     """
 
     def __init__(self, answer: StreamableAnswer, usage: RequestUsage, record: RequestRecord) -> None:
@@ -42,10 +42,9 @@ class DirectReader:
         self._pieces, self.is_ready = pieces, pieces.is_free
 
     def end(self) -> None:
-        """Write nothing more.
+        """Write nothing until `connect` is called again.
 
-        What counts the chunks holds the generation, which holds this: in a circle a request's
-        ephemeral adapter would stay in memory until a collection.
+        What counts the chunks holds the generation, which holds this while it runs: it is released.
         """
         self._pieces, self.is_ready, self.note = None, _never, _unchanged
 

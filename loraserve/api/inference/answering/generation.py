@@ -127,7 +127,9 @@ class Generation:
 
         They get new names: chunks of the old ones may still come.
         """
-        await self.close()
+        if self._reader is not None:
+            self._reader.end()
+        await self._stop()
         passed_s = time.monotonic() - self._began
         self._requests = [
             msgspec.structs.replace(
@@ -185,8 +187,15 @@ class Generation:
             record.version = adapter.version if is_one and not adapter.is_ephemeral else None
 
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.end()
+        # the answer that a reader renders for holds this: in a circle a request's ephemeral
+        # adapter would stay in memory until a collection
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.end()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        """End the requests in the engine."""
         if self._only is not None:
             # nothing in it waits: the engine is notified in this turn of the event loop
             await self._only.aclose()
@@ -284,11 +293,9 @@ class Generation:
         copy: ShadowCopy | None = None
         target = self._target
         names, owners = ([], []) if target is None else (target.names(), target.owner_names())
+        recording = None if self._cache is None else self._cache.record(request)
         use = metrics.adapter_load.begin(request.adapter, names, owners)
         timer, is_failure = None, False
-        if target is not None and request.pooling is None:
-            timer = metrics.activity.begin(request, tenant_name=target.tenant, asked=target.asked)
-        recording = None if self._cache is None else self._cache.record(request)
 
         def note(chunk: Chunk) -> Chunk:
             """Count a chunk; return what the client gets of it."""
@@ -316,6 +323,8 @@ class Generation:
             self._reader.note = note_direct
             sent = msgspec.structs.replace(request, reader=self._reader)
         try:
+            if target is not None and request.pooling is None:
+                timer = metrics.activity.begin(request, tenant_name=target.tenant, asked=target.asked)
             async with aclosing(self._services.engine.generate(sent)) as chunks:
                 async for chunk in chunks:
                     self.has_engine_work = True

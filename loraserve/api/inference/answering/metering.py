@@ -236,9 +236,9 @@ class RequestUsage:
     def record(self) -> None:
         """Record what was billed, and count what was added, since the last call."""
         self._is_expected = False
-        num_tokens, self._num_uncounted = self._num_uncounted, None
-        if num_tokens is not None:
-            self._admitted.count(num_tokens)
+        if self._num_uncounted is not None:
+            self._admitted.count(self._num_uncounted)
+            self._num_uncounted = None
         if any(self._num_unrecorded):
             amounts, self._num_unrecorded = Amounts(*self._num_unrecorded), [0, 0, 0, 0]
             self._record(amounts)

@@ -212,5 +212,5 @@ def test_encoder_linears_are_left_out_and_named(tmp_path: Path, make_base: Calla
 def test_adapter_of_encoder_alone_is_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
     config, _ = saved(trained(ImagesAndText()), tmp_path / "wrapped")
     name = "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"
-    with pytest.raises(AdapterRejected, match=r"All tensors are of what reads images, '.*vision_tower.*q_proj"):
+    with pytest.raises(AdapterRejected, match=r"All tensors belong to what reads images, '.*vision_tower.*q_proj"):
         open_adapter(config, save({name: torch.zeros(4, 32)}), make_base())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve import faults
 from loraserve.db.models import UsageHour, UsageJournal
@@ -95,20 +96,45 @@ async def test_forgotten_source_records_no_usage(meter: UsageMeter, acme: Tenant
     assert source.num_records == 0
 
 
-async def test_failed_source_leaves_remaining_sources_expected(meter: UsageMeter, acme: TenantId) -> None:
+async def test_failed_source_keeps_no_source_from_record(
+    meter: UsageMeter, acme: TenantId, caplog: pytest.LogCaptureFixture
+) -> None:
     class Failing(Source):
         def record(self) -> None:
             raise LookupError("gone")
 
     sources = [Source(meter, acme) for _ in range(8)]
     # a set has any order: some follow the one that fails, whichever comes first
-    for source in (*sources[:4], Failing(meter, acme), Failing(meter, acme), *sources[4:]):
+    for source in (*sources[:4], Failing(meter, acme), *sources[4:]):
         meter.expect(source)
-    for _ in range(2):
-        with pytest.raises(LookupError):
-            await meter.flush()
     await meter.flush()
     assert [source.num_records for source in sources] == [1] * 8
+    assert "a request's usage can't be recorded now (gone)" in caplog.text
+
+
+async def test_journal_has_usage_while_database_hangs(
+    meter: UsageMeter, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = asyncio.Event()
+
+    @asynccontextmanager
+    async def write() -> AsyncIterator[AsyncSession]:
+        hangs.set()
+        await asyncio.Event().wait()
+        yield AsyncSession()
+
+    monkeypatch.setattr(meter.database, "write", write)
+    meter.expect(Source(meter, acme))
+    meter.start()
+    async with asyncio.timeout(60):
+        await hangs.wait()
+        before, source = meter.journal_bytes, Source(meter, acme)
+        meter.expect(source)
+        while meter.journal_bytes == before:
+            await asyncio.sleep(0.01)
+    assert source.num_records == 1
+    for task in meter._tasks:
+        task.cancel()
 
 
 async def test_running_meter_collects_expected_usage(meter: UsageMeter, acme: TenantId) -> None:
@@ -355,8 +381,8 @@ async def test_usage_of_running_streams_is_journaled_periodically(
         if killed.journal_bytes > before:
             break
         await asyncio.sleep(0.01)
-    assert killed._task is not None
-    killed._task.cancel()
+    for task in killed._tasks:
+        task.cancel()
     die(killed)
     await meter.recover()
     assert await counted(database) == [("sql", 1, 0, 5, 12)]
