@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -30,16 +31,21 @@ async def upstream() -> AsyncIterator[int]:
     """A server that sends an event now and then, to any request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        for number in range(EVENTS):
-            data = b"data: %d\n\n" % number
-            writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            # a proxy that still sends a body when the answer comes may cut the answer
+            length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+            await reader.readexactly(int(length[1]) if length else 0)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            for number in range(EVENTS):
+                data = b"data: %d\n\n" % number
+                writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+                await writer.drain()
+                await asyncio.sleep(PAUSE_S)
+            writer.write(b"0\r\n\r\n")
             await writer.drain()
-            await asyncio.sleep(PAUSE_S)
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
-        writer.close()
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
