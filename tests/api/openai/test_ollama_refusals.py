@@ -55,7 +55,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"template": "{{ .Prompt }}"}, "template"),
     ({"suffix": "end"}, "suffix"),
-    ({"grammar": "root ::= \"a\""}, "grammar"),
+    ({"grammar": 'root ::= "a"'}, "grammar"),
     ({"temperature": 0}, "temperature"),
     ({"seed": 0}, "seed"),
     ({"num_predict": 5}, "num_predict"),

@@ -30,6 +30,7 @@ from loraserve.types import TIMEOUT, AdapterRef, FinishReason, RequestId
 
 if TYPE_CHECKING:
     from loraserve.api.inference.answering.direct_reader import DirectReader
+    from loraserve.api.metrics.activity import RequestTimer
     from loraserve.engine_client.client import Chunk, GenerateRequest
 
 _QUEUE_SIZE = 16
@@ -295,7 +296,8 @@ class Generation:
         names, owners = ([], []) if target is None else (target.names(), target.owner_names())
         recording = None if self._cache is None else self._cache.record(request)
         use = metrics.adapter_load.begin(request.adapter, names, owners)
-        timer, is_failure = None, False
+        timer: RequestTimer | None = None
+        is_failure = False
 
         def note(chunk: Chunk) -> Chunk:
             """Count a chunk; return what the client gets of it."""
