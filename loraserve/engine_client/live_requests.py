@@ -16,6 +16,7 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import RequestId
 
 _LOOK_S = 0.02
+"""Seconds between two looks at what is alive, while it ends."""
 
 
 class LiveRequests:
@@ -23,9 +24,9 @@ class LiveRequests:
 
     Args:
         bounds: bounds on live requests.
-        tokenizer: of the base; None: `generate` isn't called.
+        tokenizer: tokenizer of the base; None: `generate` isn't called.
         max_queue_wait_s: seconds that a request waits for its first token.
-        check_engine: raises why no engine can be had.
+        check_engine: check that raises EngineUnavailable where no engine can be had.
 
     Attributes:
         by_id: requests between admission and end.
@@ -70,7 +71,7 @@ class LiveRequests:
             self.bounds.note_began(live.request.tenant)
 
     def leave(self, live: LiveRequest) -> None:
-        """Count the request no more, however it ended."""
+        """Stop counting the request, however it ended."""
         self.by_id.pop(live.request.request_id, None)
         if not live.request.is_background:
             self.bounds.leave(live.request.tenant, has_begun=live.has_begun)
@@ -79,17 +80,11 @@ class LiveRequests:
     async def generate(
         self, request: GenerateRequest, send: Callable[[LiveRequest], Callable[[], object]]
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer as it is made; the last chunk has a finish reason.
+        """Yield the answer as `EngineClient.generate` does, with its errors.
 
         Args:
-            send: starts the request at an engine; returns what ends it there, called at every end.
-
-        Raises:
-            Overloaded: too many requests are alive, or this one waited too long for its first
-                token.
-            RateLimited: too many of the tenant's requests wait.
-            DeadlineExceeded: the request's own timeout was over before its first token.
-            AdapterUnavailable, EngineError: the request failed.
+            send: function that starts the request at an engine, and returns the one that ends it
+                there, which is called at every end.
         """
         if self._tokenizer is None:
             raise InvariantViolation("An engine client without a tokenizer makes no text.")

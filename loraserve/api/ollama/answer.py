@@ -105,7 +105,7 @@ class OllamaAnswer(ChatAnswer):
         self._record, self._opening, self._content = record, opening, content
         self._calls = _WholeCalls(turn.choices[0])
         self._frame = b""
-        """What lines have in common that add text alone; empty until there is one."""
+        """Frame of the lines that add text alone; empty until there is one."""
 
     def ping(self) -> bytes:
         return _line(self._part(Piece()))

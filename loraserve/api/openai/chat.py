@@ -56,7 +56,7 @@ class _ChatCompletion(ChatAnswer):
         super().__init__(turn)
         self._options = turn.body.stream_options
         self._frames: dict[int, bytes] = {}
-        """Choice → what its events have in common that add text alone."""
+        """Choice → frame of its events that add text alone."""
         has_running_usage = self._options.include_usage and self._options.continuous_usage_stats
         self._can_fill = not has_running_usage and not turn.body.return_token_ids and not turn.body.logprobs
 

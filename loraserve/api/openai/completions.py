@@ -141,7 +141,7 @@ class _Completion(StreamableAnswer):
         self._has_running_usage = self._has_usage and body.stream_options.continuous_usage_stats
         self._can_fill = not self._has_running_usage and not body.return_token_ids and body.logprobs is None
         self._frames: dict[int, bytes] = {}
-        """Choice → what its events have in common that add text alone."""
+        """Choice → frame of its events that add text alone."""
 
     def headers(self, first: Chunk | None) -> dict[str, str]:
         return self._context.headers(first)

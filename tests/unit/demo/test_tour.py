@@ -240,6 +240,17 @@ async def test_answers_are_shown_side_by_side_on_terminal(server: DemoServer, ac
 
 
 @pytest.mark.slow
+async def test_small_terminal_cuts_no_answer(access: Access) -> None:
+    screen = io.StringIO()
+    asked = {style: questions[0] for style, questions in list(questions_of([EXAMPLE]).items())[:2]}
+    shown = [ShownQuestion(EXAMPLE.prompt, asked, about=f"question {number}") for number in range(6)]
+    await ask_all(access, shown, Console(file=screen, force_terminal=True, width=160, height=24), max_tokens=MAX_TOKENS)
+    # rich's mark of what has no room
+    assert "..." not in screen.getvalue()
+    assert all(question.about in screen.getvalue() for question in shown)
+
+
+@pytest.mark.slow
 async def test_questions_are_printed_in_given_order(access: Access) -> None:
     """The first question has the longer answer."""
     screen = io.StringIO()

@@ -122,6 +122,21 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
 
 
 @numba.njit
+def top_of(block, count):  # type: ignore[no-untyped-def]
+    """Find the largest magnitude of `count` float32, a multiple of `LANES`, and NaN or 0.
+
+    The second is NaN where one of them isn't finite, which a maximum alone could pass over.
+    """
+    zero = splat(np.float32(0))
+    # x · 0 is NaN for NaN and for infinity
+    largest, taint = zero, zero
+    for k in range(0, count, LANES):
+        v = load(block, k, F32)
+        largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
+    return max_lanes(largest), sum_lanes(taint)
+
+
+@numba.njit
 def find_outliers(source, outliers, count, tops, width, group):  # type: ignore[no-untyped-def]
     """Write the numbers and values of a row's largest magnitudes, as pairs of float32.
 
@@ -134,15 +149,9 @@ def find_outliers(source, outliers, count, tops, width, group):  # type: ignore[
         tops: scratch of a float32 for each group.
         group: inputs of a group, a multiple of `LANES` that divides `width`.
     """
-    zero = splat(np.float32(0))
     for number in range(width // group):
-        # x · 0 is NaN for NaN and for infinity
-        largest, taint = zero, zero
-        for k in range(number * group, (number + 1) * group, LANES):
-            v = load(source, k, F32)
-            largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
-        bad = sum_lanes(taint)
-        store_one(tops, number, np.float32(0) if bad != bad else max_lanes(largest))
+        top, bad = top_of(source + number * group * F32_BYTES, group)
+        store_one(tops, number, np.float32(0) if bad != bad else top)
     for i in range(count):
         top, chosen = np.float32(0), -1
         for number in range(width // group):
@@ -196,12 +205,7 @@ def quantize_groups(source, target, scales, starts, width, group, outliers, coun
                         store(without, k, load(block, k, F32))
                     block = without
                 store_one(without, place, np.float32(0))
-        # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
-        largest, taint = zero, zero
-        for k in range(0, group, LANES):
-            v = load(block, k, F32)
-            largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
-        top, bad = max_lanes(largest), sum_lanes(taint)
+        top, bad = top_of(block, group)
         # also for groups so small that the factor overflows: they round to nothing
         factor = np.float32(127) / top if top > np.float32(1e-36) else np.float32(0)
         if bad != bad:

@@ -20,8 +20,8 @@ GROUP_STARTS, START_STRIDE, GROUP_ZEROS = 23, ZERO_STRIDE, 24
 [groups, channels] uint8. Where groups of inputs have scales, ROW_SCALES are [rows, groups] too.
 """
 OUTLIERS, NUM_OUTLIERS = 25, 26
-"""Where groups of inputs have scales: inputs that are multiplied as they are, [rows, outliers]
-pairs of float32, the input's number and its value; how many a row has.
+"""Inputs that are multiplied as they are, where groups of inputs have scales: [rows, outliers]
+pairs of float32, the input's number and its value; their number in a row.
 """
 
 VECTORS = 2
