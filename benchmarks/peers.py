@@ -40,8 +40,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import peers_limits, reporting
 from benchmarks import peers_quality as quality
-from benchmarks import reporting
 from benchmarks.formats import file_format, file_type
 from benchmarks.make_model import Size
 from benchmarks.peers_installing import PeerUnavailableError
@@ -361,6 +361,7 @@ def main(arguments: list[str] | None = None) -> None:
         pairs = pairs_by_quality(peers, qualities, is_bfloat16_fast(machine["instructions"]))
     rows: list[Row] = []
     settings: dict[str, str] = {}
+    rate = peers_limits.read_rate()
     for pair in pairs:
         for mode in modes:
             # without adapters, what they are held in makes no difference
@@ -370,7 +371,7 @@ def main(arguments: list[str] | None = None) -> None:
                 # vLLM and PEFT have nothing to be compared with ours
                 if speculation != "on" or pair.peer == "llama.cpp":
                     rows += measure(pair, mode, dataclasses.replace(work, speculation=speculation), options, settings)
-    page = text(options, rows, settings, qualities)
+    page = text(options, rows, settings, qualities, peers_limits.text(work.model, rows, rate))
     reporting.finish(
         "peers",
         "Beside llama.cpp, vLLM and PEFT",
@@ -380,6 +381,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments,
         rows=rows,
         settings=settings,
+        read_bytes_per_s=rate,
         qualities=[{"whose": who, "format": name, **dataclasses.asdict(one)} for (who, name), one in qualities.items()],
     )
 

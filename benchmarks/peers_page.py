@@ -13,8 +13,17 @@ REAL = "real"
 
 
 def text(
-    options: argparse.Namespace, rows: Sequence[Row], settings: Mapping[str, str], qualities: quality.Qualities
+    options: argparse.Namespace,
+    rows: Sequence[Row],
+    settings: Mapping[str, str],
+    qualities: quality.Qualities,
+    limits: str = "",
 ) -> str:
+    """Build the page.
+
+    Args:
+        limits: what reading weights allows, as `peers_limits.text` says it.
+    """
     words = "\n".join(f"- {name}: {value}." for name, value in settings.items())
     speed, first_tokens = tables(rows)
     if options.size == REAL:
@@ -37,7 +46,7 @@ together.
 Time to first token, of servers, at the median of the turns; "last": of the request whose first token came last:
 
 {first_tokens}
-{quality_text(qualities)}
+{limits}{quality_text(qualities)}
 What ran, with its arithmetic, instruction set and threads:
 
 {words}

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
-from benchmarks import load, peers, peers_installing, peers_quality, peers_rows, peers_serving
+from benchmarks import load, peers, peers_installing, peers_limits, peers_quality, peers_rows, peers_serving
 from benchmarks.peers_installing import PeerUnavailableError
-from benchmarks.peers_rows import MIXED, Pair, Row, Turn
+from benchmarks.peers_rows import BASE, MIXED, Pair, Row, Turn
 from benchmarks.peers_serving import Running, Work
 from benchmarks.quality import Loss
 
@@ -30,7 +31,7 @@ def make_turns(*speeds: float, others: float = 0.05, idle: float = 0.0) -> list[
 
 def make_row(**fields: Any) -> Row:
     turns = {"peer": make_turns(100.0, 50.0, 80.0), "ours": make_turns(200.0, 60.0, 40.0, idle=0.02)}
-    return Row(PAIR, 8, MIXED, **{**turns, **fields})
+    return Row(**{"pair": PAIR, "requests": 8, "mode": MIXED, **turns, **fields})
 
 
 def make_work() -> Work:
@@ -286,3 +287,30 @@ def test_instruction_sets_come_from_llama_cpp_build() -> None:
 
 def test_pages_numbers_can_be_written_as_json() -> None:
     assert json.loads(json.dumps(peers.reporting._plain([make_row()])))[0]["pair"]["peer"] == "llama.cpp"
+
+
+def test_limits_divide_read_rate_by_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        vocab_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "base.gguf"
+    file.write_bytes(bytes(1000))
+    monkeypatch.setattr(peers_installing, "gguf_base", lambda *_: file)
+    # q and o, k and v, and the three of the MLP
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 512 * 64
+    assert peers_limits.token_bytes(tmp_path, "", "int8") == weights
+    assert peers_limits.token_bytes(tmp_path, "vllm", "bfloat16") == 2 * weights
+    for peer, format in (("", "gguf-Q8_0"), ("llama.cpp", "Q8_0")):
+        assert peers_limits.token_bytes(tmp_path, peer, format) == 1000
+    rows = [make_row(requests=1, mode=BASE), make_row(requests=1, mode=BASE, speculation="on")]
+    page = peers_limits.text(tmp_path, rows, rate=1e6)
+    assert "| llama.cpp | Q8_0 | 0 | 1000.0 | 100.0 | 10% |" in page
+    assert page.count("loraserve") == 1
+    assert peers_limits.text(tmp_path, [make_row(mode=BASE)], rate=1e6) == ""
