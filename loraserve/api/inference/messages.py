@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loraserve.api.http.json_body import parse_json
@@ -11,6 +12,8 @@ from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
+_OTHER_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+"""Roles of some models' own, such as ``ipython`` or ``critic``: their templates write them."""
 _MAX_NAME_LENGTH = 64
 _MAX_ID_LENGTH = 256
 _REASONING = ("reasoning_content", "reasoning")
@@ -29,6 +32,23 @@ def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]
         raise InvalidRequest(f"messages has more than {LIMITS.max_messages} messages.", param="messages")
     reader = _Reader(chat_format)
     return [reader.read(message, f"messages.{index}") for index, message in enumerate(value)]
+
+
+def check_other_roles(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Check that messages of a role that OpenAI doesn't have reached the prompt, and their role.
+
+    Raises:
+        InvalidRequest: the template left one out; `param` names it.
+    """
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in _ROLES and not (role in text and message["content"].strip() in text):
+            param = f"messages.{index}.role"
+            raise InvalidRequest(
+                f"{param}: the model's chat template doesn't write messages of this role.",
+                param=param,
+                hint=f"Roles that every template knows are {', '.join(_ROLES)}.",
+            )
 
 
 class _Reader:
@@ -51,8 +71,12 @@ class _Reader:
                 param=param,
                 hint='Send tool_calls in the assistant\'s message, and its result with "role": "tool".',
             )
-        if not isinstance(role, str) or role not in _ROLES:
-            raise InvalidRequest(f"{param}.role should be one of {', '.join(_ROLES)}.", param=f"{param}.role")
+        if not isinstance(role, str) or not _OTHER_ROLE.fullmatch(role):
+            raise InvalidRequest(
+                f"{param}.role should be one of {', '.join(_ROLES)}, or another one that the model's chat template "
+                "writes: up to 64 letters, digits, - and _.",
+                param=f"{param}.role",
+            )
         # OpenAI renamed "system"; templates use the old name.
         checked: dict[str, Any] = {
             "role": "system" if role == "developer" else role,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from loraserve.api.inference.messages import read_messages
+from loraserve.api.inference.messages import check_other_roles, read_messages
 from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
@@ -108,14 +108,18 @@ class PromptReader:
         def render(template: ChatTemplate) -> str:
             shown, tools = read()
             if continues_last:
-                return template.render_continued(shown, tools, set_variables)
-            return template.render(shown, add_generation_prompt, tools, set_variables)
+                text = template.render_continued(shown, tools, set_variables)
+            else:
+                text = template.render(shown, add_generation_prompt, tools, set_variables)
+            check_other_roles(shown, text)
+            return text
 
-        def question(template: VersionTemplate) -> bytes:
+        def question(template: VersionTemplate) -> tuple[list[dict[str, Any]], bytes]:
             shown, tools = read()
-            return template.question(
+            asked = template.question(
                 self.tenant, shown, add_generation_prompt, tools, set_variables, continues_last=continues_last
             )
+            return shown, asked
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
@@ -126,7 +130,9 @@ class PromptReader:
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
         if isinstance(template, VersionTemplate):
-            rendered = await self.services.templates.render(self.tenant, await self.run(lambda: question(template)))
+            shown, asked = await self.run(lambda: question(template))
+            rendered = await self.services.templates.render(self.tenant, asked)
+            check_other_roles(shown, rendered)
             prompt = await self.run(lambda: encode(rendered))
         else:
             prompt = await self.run(lambda: encode(render(template)))

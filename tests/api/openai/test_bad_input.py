@@ -232,7 +232,7 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
     ("too many messages", chat(messages=[MESSAGE] * 1025), 400, "messages", "invalid_value"),
     ("a message a string", chat(messages=[MESSAGE, MARK]), 400, "messages.1", "invalid_value"),
     ("no role", chat(messages=[{"content": MARK}]), 400, "messages.0.role", "invalid_value"),
-    ("a role of its own", chat(messages=[{"role": MARK, "content": ""}]), 400, "messages.0.role", "invalid_value"),
+    ("no role's name", chat(messages=[{"role": f"{MARK} a", "content": ""}]), 400, "messages.0.role", "invalid_value"),
     (
         "a role that is a list",
         chat(messages=[{"role": [MARK], "content": ""}]),

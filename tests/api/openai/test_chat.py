@@ -58,6 +58,16 @@ async def test_the_prompt_is_the_templates(client: httpx2.AsyncClient, engine: A
     assert prompt == "<|system|>be brief\n<|user|>a\nb\n<|assistant|>\n<|user|>c\n<|assistant|>"
 
 
+async def test_custom_role_reaches_template(client: httpx2.AsyncClient, engine: Any) -> None:
+    user = {"role": "user", "content": "a"}
+    answer = await chat(client, messages=[user, {"role": "critic-2", "content": [{"type": "text", "text": "no"}]}])
+    assert answer.status_code == 200
+    prompt = engine.tokenizer.decode(engine.seen[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<|user|>a\n<|critic-2|>no\n<|assistant|>"
+    for role in ("a b", "<|user|>", "x" * 65, "", "function"):
+        assert (await chat(client, messages=[user, {"role": role, "content": "no"}])).status_code == 400
+
+
 async def test_a_chat_may_fill_the_context(client: httpx2.AsyncClient, engine: Any) -> None:
     await chat(client)
     request = engine.seen[0]

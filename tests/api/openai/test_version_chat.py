@@ -56,6 +56,26 @@ async def test_each_version_uses_own_chat_template(
     assert by_version[1] == by_version[None] == "<|user|>hi\n<|assistant|>"
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param("{{ message.content }}", id="no role"),
+        pytest.param(
+            "[{{ message.role }}]{% if message.role == 'user' %}{{ message.content }}{% endif %}", id="no text"
+        ),
+    ],
+)
+async def test_role_is_refused_when_template_omits_message(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], written: str
+) -> None:
+    template = "{% for message in messages %}" + written + "{% endfor %}"
+    version = await publish("sql", chat_template=template.encode())
+    messages = [*MESSAGES, {"role": "critic", "content": "no"}]
+    error = (await chat(client, f"sql@{version}", messages=messages)).json()["error"]
+    assert (error["param"], error["code"]) == ("messages.1.role", "invalid_value")
+    assert (await chat(client, f"sql@{version}")).status_code == 200
+
+
 async def test_template_is_read_once_for_concurrent_requests(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
