@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from loraserve import errors
-from loraserve.api.unknown_routes import RouteTable, not_allowed
+from loraserve.api.unknown_routes import RouteTable, absent_route, not_allowed
 from loraserve.errors import InvalidRequest, LoraserveError
 
 logger = logging.getLogger(__name__)
@@ -284,6 +284,9 @@ def install(app: FastAPI) -> None:
         method, path = request.method, request.scope["path"]
         if error.status_code == 404:
             return respond(request, routes.not_found(method, path))
+        # the last part of such a path may be taken for a response's id
+        if error.status_code == 405 and (absent := absent_route(method, path)) is not None:
+            return respond(request, absent)
         if error.status_code == 405:
             allowed = _allowed(request)
             return respond(request, not_allowed(method, path, allowed), {"allow": ", ".join(allowed)})

@@ -29,6 +29,25 @@ _CURES = {
     "(or GET /api/v1/adapters/NAME/versions/N/files/FILE).",
 }
 """Ollama's routes that change models, and what does so here."""
+_OF_OTHERS = re.compile(
+    r"(?:/t/[^/]+)?/v1/(messages/batches|responses/compact|conversations|assistants|threads|fine_tuning|vector_stores"
+    r"|uploads|images|audio|moderations|realtime)(?:/.*)?"
+)
+_WITHOUT = {
+    "messages/batches": ("batches of messages", "POST /v1/batches runs a file of chats (POST /v1/files)."),
+    "responses/compact": ("compaction of a conversation", "Send those items in input that are still needed."),
+    "conversations": ("conversations", "Continue an answer by previous_response_id (POST /v1/responses)."),
+    "assistants": ("assistants", "POST /v1/responses takes instructions and tools."),
+    "threads": ("threads", "Continue an answer by previous_response_id (POST /v1/responses)."),
+    "fine_tuning": ("training", f"Train with PEFT. {_PUBLISHED}"),
+    "vector_stores": ("vector stores", "POST /v1/embeddings makes vectors for a store of yours."),
+    "uploads": ("uploads in parts", "POST /v1/files takes the whole file."),
+    "images": ("images", "This server's models write text."),
+    "audio": ("sound", "This server's models read and write text."),
+    "moderations": ("moderation", "A chat with a model that judges texts does it."),
+    "realtime": ("realtime sessions", "POST /v1/chat/completions streams with stream: true."),
+}
+"""Routes of OpenAI's and Anthropic's that aren't here: what they are for, and what does so here."""
 _MAX_COMPARED = 64
 """Characters of a path that are compared with routes: more would take longer, and show no more."""
 _MAX_SHOWN = 128
@@ -48,6 +67,8 @@ class RouteTable:
 
     def not_found(self, method: str, path: str) -> NotFound:
         """Build the error of a path that no route has."""
+        if (known := absent_route(method, path)) is not None:
+            return known
         if (ollamas := _OF_OLLAMA.fullmatch(path)) is not None:
             return NotFound(
                 f"There is no route {method} {_shown(path)}: models aren't changed by Ollama's API here.",
@@ -67,6 +88,15 @@ class RouteTable:
         own = _TENANT_PATH.sub("", path, count=1)[:_MAX_COMPARED].lower().rstrip("/")
         near = difflib.get_close_matches(own, self._methods, n=1, cutoff=_LIKENESS)
         return near[0] if near else None
+
+
+def absent_route(method: str, path: str) -> NotFound | None:
+    """Build the error of a route of OpenAI's or Anthropic's that isn't here; None: it is none."""
+    found = _OF_OTHERS.fullmatch(path)
+    if found is None:
+        return None
+    what, hint = _WITHOUT[found[1]]
+    return NotFound(f"There is no route {method} {_shown(path)}: this server has no {what}.", hint=hint)
 
 
 def not_allowed(method: str, path: str, allowed: Iterable[str]) -> MethodNotAllowed:

@@ -396,6 +396,25 @@ async def test_unknown_route_is_reported_with_nearest_route(client: httpx2.Async
     assert far == "There is no route GET /nothing/of/the/kind. GET /api/v1/openapi.json lists all routes."
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "cure"),
+    [
+        ("POST", "/v1/messages/batches", "/v1/batches"),
+        ("GET", "/t/acme/v1/messages/batches/b-1/results", "/v1/batches"),
+        ("POST", "/v1/responses/compact", "in input"),
+        ("POST", "/v1/conversations", "previous_response_id"),
+        ("POST", "/v1/audio/speech", "text"),
+        ("POST", "/v1/fine_tuning/jobs", "adapter push"),
+    ],
+)
+async def test_absent_route_of_openai_names_cure(client: httpx2.AsyncClient, method: str, path: str, cure: str) -> None:
+    answer = await client.request(method, path)
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"There is no route {method} {path}: this server has no ")
+    assert cure in message
+
+
 async def test_an_unknown_route_is_shown_plain_and_short(client: httpx2.AsyncClient) -> None:
     odd = (await client.get("/v1/%3Cb%3E%0A%22%C3%A9")).json()["error"]["message"]
     assert odd.startswith("There is no route GET /v1/%3Cb%3E%0A%22%C3%A9.")
