@@ -361,6 +361,12 @@ class Settings(BaseSettings):
     They name the adapters in use, and no tenant. Routers such as the Gateway API's endpoint picker
     can't send a key.
     """
+    whole_answer_keep_alive_s: float | None = Field(default=None, gt=0, le=3600)
+    """Write a space each time that a whole answer isn't there after so long: proxies and clients
+    end connections that are silent. Its status is 200 from then on, whatever its body says.
+
+    Default: write nothing before the answer is there.
+    """
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM."""
     engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)

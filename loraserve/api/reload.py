@@ -43,6 +43,7 @@ LIVE_SETTINGS = frozenset(
         "result_cache_bytes",
         "ephemeral_loads",
         "ephemeral_ttl_s",
+        "whole_answer_keep_alive_s",
         "ephemeral_memory",
     }
 )

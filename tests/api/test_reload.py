@@ -43,6 +43,7 @@ async def test_live_settings_change_and_restart_settings_are_named(
             "result_cache_bytes": 0,
             "ephemeral_loads": True,
             "ephemeral_ttl_s": 61.0,
+            "whole_answer_keep_alive_s": 30.0,
             "ephemeral_memory": 1 << 21,
             "max_num_seqs": 3,
             "port": 1,

@@ -29,7 +29,7 @@ SECTIONS = {
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
     "Server": "host port auth ssl_certfile ssl_keyfile trusted_proxies client_address_source "
     "management_requests_per_minute console router_metrics "
-    "cors_allow_origins grace_s "
+    "cors_allow_origins grace_s whole_answer_keep_alive_s "
     "engine_hang_timeout log_level access_log trace_endpoint trace_sample config",
 }
 """Flags of `serve`, by their section in its help.
@@ -52,7 +52,7 @@ SWITCHES = frozenset(
 )
 VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",
-    "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",
+    "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout whole_answer_keep_alive_s",
     "PATH": "data_dir config ssl_certfile ssl_keyfile",
     "FILE": "chat_template",
     "DIR": "lora_dir draft_model",

@@ -167,6 +167,26 @@ async def test_a_refusal_for_now_is_waited_out(client: httpx2.AsyncClient, engin
 
 
 @pytest.mark.usefixtures("lines")
+async def test_late_refusal_keeps_line_status(client: httpx2.AsyncClient, services: Services, engine: Any) -> None:
+    services.settings = services.settings.model_copy(update={"whole_answer_keep_alive_s": 0.01})
+    engine.steps, engine.fail_after = asyncio.Semaphore(0), 0
+    engine.failure = Overloaded("The queue is full.", retry_after_s=0.05)
+    batch = await create(client, line_of("a"))
+    async with asyncio.timeout(10):
+        while not engine.seen:
+            await asyncio.sleep(0.01)
+        # longer than a client's answer would be silent
+        await asyncio.sleep(0.05)
+        engine.steps.release()
+        while len(engine.seen) < 2:
+            await asyncio.sleep(0.01)
+    engine.fail_after = None
+    for _ in range(64):
+        engine.steps.release()
+    assert (await end(client, batch))["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+@pytest.mark.usefixtures("lines")
 async def test_batch_respects_tenant_rate_and_leaves_half(client: httpx2.AsyncClient, services: Services) -> None:
     change = TenantChange(limits={"requests_per_minute": 10, "max_concurrent_requests": 1})
     await services.authenticator.tenants.update("acme", change, actor="test")

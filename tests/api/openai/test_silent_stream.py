@@ -1,8 +1,9 @@
-"""Streams whose first token takes long: comments keep the connection in use until it comes."""
+"""Answers whose first token takes long: what keeps the connection in use until they come."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from loraserve.api.services import Services
 from loraserve.errors import AdapterUnavailable
 from loraserve.limits import Limits
+from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.parametrize("limits", [Limits(silent_stream_s=0.05)])]
 
@@ -78,3 +81,66 @@ async def test_quick_stream_has_no_comment(client: httpx2.AsyncClient) -> None:
         assert not any([line.startswith(":") async for line in lines])
     assert response.headers["x-loraserve-adapter"] == "sql@1"
     assert "server-timing" in response.headers
+
+
+@asynccontextmanager
+async def asking_whole(
+    client: httpx2.AsyncClient, services: Services, path: str
+) -> AsyncIterator[tuple[httpx2.Response, AsyncIterator[bytes]]]:
+    services.settings = services.settings.model_copy(update={"whole_answer_keep_alive_s": 0.05})
+    choices = {"n": 2} if "completions" in path else {}
+    body = {"model": "sql", "unknown_field": 1, **BODIES[path], **choices}
+    async with client.stream("POST", path, json=body) as response:
+        yield response, response.aiter_raw()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_late_whole_answer_follows_spaces(
+    path: str, client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    async with asking_whole(client, services, path) as (response, pieces):
+        assert (response.status_code, response.headers["x-loraserve-ignored"]) == (200, "unknown_field")
+        assert response.headers["content-type"] == "application/json"
+        assert [await anext(pieces) for _ in range(3)] == [b" "] * 3
+        for _ in range(512):
+            engine.steps.release()
+        answer = json.loads(b"".join([piece async for piece in pieces]))
+    usage = answer["usage"]
+    num_tokens = usage.get("completion_tokens") or usage["output_tokens"]
+    (billed,) = await UsageReports(services.usage).all(UsageQuery(group_by=()))
+    assert billed.amounts.completion_tokens == num_tokens > 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_late_failure_is_the_whole_body(
+    path: str, client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    engine.steps, engine.fail_after = asyncio.Semaphore(0), 0
+    engine.failure = AdapterUnavailable("It can't be read.")
+    async with asking_whole(client, services, path) as (response, pieces):
+        assert await anext(pieces) == b" "
+        engine.steps.release()
+        answer = json.loads(b"".join([piece async for piece in pieces]))
+    assert response.status_code == 200
+    assert "It can't be read." in answer["error"]["message"]
+
+
+async def test_reader_of_late_whole_answer_may_leave(
+    client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    async with asking_whole(client, services, "/v1/chat/completions") as (_, pieces):
+        assert await anext(pieces) == b" "
+        assert engine.live
+    async with asyncio.timeout(30):
+        while engine.live:
+            await asyncio.sleep(0.01)
+    assert engine.num_aborted == 2
+
+
+async def test_quick_whole_answer_has_status_and_headers(client: httpx2.AsyncClient, services: Services) -> None:
+    async with asking_whole(client, services, "/v1/chat/completions") as (response, pieces):
+        assert (await anext(pieces))[:1] == b"{"
+    assert response.headers["x-loraserve-adapter"] == "sql@1"
+    assert int(response.headers["content-length"]) > 0

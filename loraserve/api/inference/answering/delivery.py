@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraserve.api.errors import error_response
 from loraserve.api.http.disconnect import while_connected
 from loraserve.api.http.json_body import dump_json
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.http.sse import EventSource, EventStream, JSONAnswer
 from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.direct_reader import DirectReader
+from loraserve.api.scopes import COLLECTED_USAGE
 from loraserve.api.services import services_of
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from loraserve.api.inference.answering.metering import RequestUsage
     from loraserve.engine_client.client import Chunk
     from loraserve.errors import LoraserveError
+
+
+_SPACE = b" "
+"""White space before JSON, which parsers skip."""
 
 
 class Delivery(EventSource):
@@ -39,6 +45,8 @@ class Delivery(EventSource):
         self._stream: StreamableAnswer | None = None
         self._reader: DirectReader | None = None
         self._starting: asyncio.Future[Chunk] | None = None
+        self._making: asyncio.Future[tuple[bytes, dict[str, str]]] | None = None
+        """The whole answer, once the response has begun without it."""
         self._silent_s = services_of(request).limits.silent_stream_s
         if isinstance(answer, StreamableAnswer) and answer.is_stream:
             self._stream, self.ending, self.media_type = answer, answer.ending, answer.media_type
@@ -48,26 +56,46 @@ class Delivery(EventSource):
     async def respond(self) -> Response:
         """Build the response, once the first chunk has come; a whole answer's, once it is there.
 
-        A stream begins after `Limits.silent_stream_s` in any case.
+        A stream begins after `Limits.silent_stream_s` in any case, a whole answer after
+        `Settings.whole_answer_keep_alive_s` if that is set.
 
         Raises:
             LoraserveError: it failed before the first byte of the answer.
             ClientDisconnect: the client has left.
         """
-        request, generation, answer, usage = self._request, self._generation, self._answer, self._usage
         try:
             if self._stream is not None:
                 first = await self._first_of_stream()
-                return EventStream(self, {**answer.headers(first), **generation.headers})
-            headers = {**answer.headers(await while_connected(request, generation.start())), **generation.headers}
-            await while_connected(request, self._collect())
-            await generation.close()
-            await while_connected(request, answer.finish())
-            data = await generation.run(lambda: dump_json(answer.whole()))
-            return JSONAnswer(data, headers, usage.bill_all, self._end)
+                return EventStream(self, {**self._answer.headers(first), **self._generation.headers})
+            return await self._respond_whole()
         except BaseException:
             await self.close()
             raise
+
+    async def _respond_whole(self) -> Response:
+        keep_alive_s = services_of(self._request).settings.whole_answer_keep_alive_s
+        # a batch's line has no connection, and its status tells whether it's tried again
+        if keep_alive_s is None or COLLECTED_USAGE in self._request.scope:
+            data, headers = await while_connected(self._request, self._make_whole())
+            return JSONAnswer(data, headers, self._usage.bill_all, self._end)
+        self._making, self._silent_s = asyncio.ensure_future(self._make_whole()), keep_alive_s
+        await while_connected(self._request, _wait(self._making, keep_alive_s))
+        if self._making.done():
+            data, headers = self._making.result()
+            return JSONAnswer(data, headers, self._usage.bill_all, self._end)
+        self.ending, self.media_type = b"", "application/json"
+        return EventStream(self, {**self._answer.headers(None), **self._generation.headers})
+
+    async def _make_whole(self) -> tuple[bytes, dict[str, str]]:
+        """Make the whole answer and its headers, once the last chunk has come."""
+        generation, answer = self._generation, self._answer
+        headers = {**answer.headers(await generation.start()), **generation.headers}
+        async for index, chunk in generation:
+            self._usage.add(index, chunk)
+            answer.add(index, chunk)
+        await generation.close()
+        await answer.finish()
+        return await generation.run(lambda: dump_json(answer.whole())), headers
 
     async def _first_of_stream(self) -> Chunk | None:
         """Wait for the first chunk; None if it takes so long that the stream begins without it."""
@@ -75,15 +103,16 @@ class Delivery(EventSource):
         await while_connected(self._request, _wait(starting, self._silent_s))
         return starting.result() if starting.done() else None
 
-    async def _collect(self) -> None:
-        async for index, chunk in self._generation:
-            self._usage.add(index, chunk)
-            self._answer.add(index, chunk)
-
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the stream, but for what its reader writes meanwhile."""
         stream = self._stream
         if stream is None:
+            while self._making is not None and not self._making.done():
+                yield _SPACE
+                await _wait(self._making, self._silent_s)
+            if self._making is not None:
+                # its error is the body
+                yield self._making.result()[0]
             return
         while self._starting is not None and not self._starting.done():
             yield stream.ping()
@@ -105,7 +134,10 @@ class Delivery(EventSource):
         return b"" if self._stream is None else self._stream.render(index, chunk)
 
     def on_deliver(self) -> None:
-        self._usage.bill_last()
+        if self._making is None:
+            self._usage.bill_last()
+        elif self._making.done():
+            self._usage.bill_all()
 
     def write(self, pieces: PieceWriter, data: bytes) -> None:
         """Write a piece past the middlewares, and note it as they do."""
@@ -118,12 +150,16 @@ class Delivery(EventSource):
 
     def failure(self, error: LoraserveError) -> bytes:
         self._record.code = error.code
-        return super().failure(error) if self._stream is None else self._stream.failure(error)
+        if self._stream is not None:
+            return self._stream.failure(error)
+        state = self._request.state
+        return bytes(error_response(error, path=self._request.scope["path"], request_id=state.request_id).body)
 
     async def close(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        for future in (self._starting, self._making):
+            if future is not None:
+                future.cancel()
+                await asyncio.gather(future, return_exceptions=True)
         try:
             await self._generation.close()
         finally:
@@ -136,6 +172,6 @@ class Delivery(EventSource):
         self._usage.note(generation.record)
 
 
-async def _wait(future: asyncio.Future[Chunk], timeout_s: float) -> None:
+async def _wait(future: asyncio.Future[Any], timeout_s: float) -> None:
     """Wait until it is done, or for that long."""
     await asyncio.wait({future}, timeout=timeout_s)
