@@ -351,6 +351,34 @@ def test_versions_are_compared_by_metric(open_console: Open, server: ServerProce
     assert "this key" in cell.inner_text()
 
 
+def test_cause_of_bad_version_is_three_clicks_away(open_console: Open, server: ServerProcess, acme: str) -> None:
+    """From the overview: the adapters, the adapter, the certificate of the version."""
+    with Client(server.url, api_key=acme) as client:
+        for folder, notes, share in (("sql", "queries of May", 0.9), ("french", "mails of June", 0.1)):
+            made = client.adapters.push(str(adapter_dirs()[folder]), name="fallen", notes=notes)
+            client.evaluations.put(
+                *("fallen", made.version or 0, "c" * 64),
+                data_name="queries.jsonl",
+                num_lines=40,
+                metrics={"exact_match": share},
+                base_metrics={"exact_match": 0.0},
+            )
+    console = open_console(acme)
+    page = console.page
+    page.get_by_role("link", name="Adapters", exact=True).click()
+    page.get_by_role("link", name="fallen", exact=True).click()
+    # it fell with version 2, which was trained on something else; its row says by whom
+    metrics = page.get_by_role("region", name="Metrics of versions")
+    metrics.wait_for()
+    rows = [row.inner_text() for row in metrics.locator("tbody tr").all()]
+    assert ["version 2" in rows[0], "10.0 %" in rows[0], "version 1" in rows[1], "90.0 %" in rows[1]] == [True] * 4
+    row = page.get_by_role("region", name="Versions", exact=True).get_by_role("row").nth(1)
+    assert [part in row.inner_text() for part in ("mails of June", "this key")] == [True, True]
+    # and it is no fault of the server's
+    row.get_by_role("button", name="Certificate").click()
+    console.dialog().get_by_text("The engine computes it as it should").wait_for()
+
+
 def test_tenant_and_key_are_created(open_console: Open, server: ServerProcess) -> None:
     console = open_console(ADMIN_KEY)
     page = console.page
