@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import iter_route_contexts
 from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraserve import __version__
@@ -94,20 +94,40 @@ def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, 
     """
     router = APIRouter()
     router.include_router(monitoring.router)
-    for prefix in ("", "/t/{tenant}"):
-        router.include_router(openai.router, prefix=prefix)
-        router.include_router(anthropic.router, prefix=f"{prefix}/v1")
-        router.include_router(lorax.router, prefix=prefix)
-        router.include_router(ollama.router, prefix=f"{prefix}/api")
-        router.include_router(live_adapters.router, prefix=prefix)
+    under_management, under_tenant = _Section(f"{errors.MANAGEMENT_PREFIX}/"), _Section("/t/")
     for part in (management.router, comparison.router):
-        router.include_router(part, prefix=errors.MANAGEMENT_PREFIX)
+        under_management.include_router(part, prefix=errors.MANAGEMENT_PREFIX)
+    router.include_router(under_management)
+    for group, prefix in ((under_tenant, "/t/{tenant}"), (router, "")):
+        group.include_router(openai.router, prefix=prefix)
+        group.include_router(anthropic.router, prefix=f"{prefix}/v1")
+        group.include_router(lorax.router, prefix=prefix)
+        group.include_router(ollama.router, prefix=f"{prefix}/api")
+        group.include_router(live_adapters.router, prefix=prefix)
+    router.include_router(under_tenant)
     if has_console:
         router.include_router(console.router)
     if has_router_metrics:
         router.include_router(monitoring.router_metrics_router)
     router.include_router(openapi.router)
     return tuple(router.routes)
+
+
+class _Section(APIRouter):
+    """Routes whose paths begin alike, which requests of other paths pass without being compared.
+
+    Args:
+        start: what the paths begin with.
+    """
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if not scope["path"].startswith(self._start):
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 def _collectors(services: Services) -> tuple[Collector, ...]:

@@ -6,10 +6,11 @@ A text that can't fit a context is never tokenized.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _SPACE_MARK = "▁"
 _ASCII_KEEPERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend"})
@@ -69,6 +70,8 @@ class TokenBound:
         """
         if self._weights is None or not text:
             return 0
+        import numpy as np
+
         data = np.frombuffer(text.encode(), np.uint8)
         if self._is_normalized:
             is_ascii = data < 128
@@ -106,6 +109,9 @@ def _weights(definition: Mapping[str, Any]) -> npt.NDArray[np.float64] | None:
     if tokens is None:
         return None
     tokens += [token["content"].encode() for token in added]
+    # processes that render templates load this module, and no tokenizer
+    import numpy as np
+
     weights = np.ones(256)
     # the longest first: most bytes are done after a few thousand of them
     unseen = set(range(256))

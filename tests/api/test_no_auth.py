@@ -7,12 +7,12 @@ from typing import Any
 import httpx2
 import pytest
 from fastapi import FastAPI
-from whole_app import ADMIN_KEY, app, bearer, client, model_dir, services
+from whole_app import ADMIN_KEY, app, bearer, client, model_dir, services, started
 
 from loraserve.api.services import Services
 from loraserve.settings import Settings
 
-__all__ = ["app", "client", "model_dir", "services"]
+__all__ = ["app", "client", "model_dir", "services", "started"]
 
 WHOAMI = "/api/v1/whoami"
 PAGE = "http://localhost:3000"

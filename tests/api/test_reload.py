@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
-from whole_app import ADMIN_KEY, model_dir, services  # noqa: F401
+from whole_app import ADMIN_KEY, model_dir, services, started  # noqa: F401
 
 from loraserve.api import reload
 from loraserve.api.reload import LIVE_SETTINGS, SettingsReload

@@ -105,7 +105,7 @@ def test_pushed_adapter_survives_kill_and_interrupt_exits_130(server: ServerProc
 
 
 def test_first_start_prints_working_admin_key_once(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "data", variables={"LORASERVE_ADMIN_KEY": ""}, is_forked=False)
+    server = ServerProcess(tmp_path / "data", variables={"LORASERVE_ADMIN_KEY": ""})
     server.start()
     found = [word for word in server.log.read_text().split() if word.startswith("sk-lora-")]
     assert len(found) == 1

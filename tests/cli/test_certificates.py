@@ -44,22 +44,22 @@ QUARANTINED = {
 }
 
 
-def test_push_show_and_verify_report_answer_parity(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_push_show_and_verify_report_answer_parity(loraserve: Run, here: Run, client: Client, sql_dir: Path) -> None:
     pushed = loraserve("adapter", "push", sql_dir, "--name", "certified")
     assert pushed.code == 0
     lines = dict(line.strip().split("  ", 1) for line in pushed.stdout.splitlines())
     assert lines["parity"].strip() == "passed"
     assert lines["kind"].strip().startswith("LORA: ")
     assert lines["same token"].strip().startswith("100 % of ")
-    shown = loraserve("adapter", "show", "certified@1", "--format", "json")
+    shown = here("adapter", "show", "certified@1", "--format", "json")
     certificate = shown.json["checks"][-1]["certificate"]
     assert 0 < certificate["max_difference"] <= certificate["tolerance"]
     assert f"{certificate['max_difference']:.3g} of {certificate['tolerance']:.3g} allowed" in pushed.stdout
     base = client.base()
     assert (certificate["base_digest"], certificate["arithmetic"]) == (base.digest, base.arithmetic)
     assert f"base {base.digest[:12]}, quantization none, fp32 (" in pushed.stdout
-    assert f"{certificate['max_difference']:.3g} of" in loraserve("adapter", "show", "certified").stdout
-    verified = loraserve("adapter", "verify", "certified", "--format", "json")
+    assert f"{certificate['max_difference']:.3g} of" in here("adapter", "show", "certified").stdout
+    verified = here("adapter", "verify", "certified", "--format", "json")
     assert (verified.code, verified.json["state"], verified.json["version"]) == (0, "ready", 1)
 
 

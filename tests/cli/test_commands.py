@@ -71,11 +71,11 @@ def test_push_without_promotion_leaves_live_alias_unchanged(
     assert shown["num_versions"] == 2
 
 
-def test_rejected_adapter_shows_reason_and_next_step(loraserve: Run, sql_dir: Path, tmp_path: Path) -> None:
+def test_rejected_adapter_shows_reason_and_next_step(here: Run, sql_dir: Path, tmp_path: Path) -> None:
     config = json.loads((sql_dir / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     (tmp_path / "adapter_model.safetensors").write_bytes((sql_dir / "adapter_model.safetensors").read_bytes())
-    done = loraserve("adapter", "push", tmp_path, "--name", "rejected")
+    done = here("adapter", "push", tmp_path, "--name", "rejected")
     assert done.code == 1
     assert "use_dora" in done.stderr
     assert "--dry-run" not in done.stderr
@@ -174,22 +174,22 @@ def test_tenant_lives_and_ends(here: Run) -> None:
     assert here("tenant", "show", "acme").code == 1
 
 
-def test_key_opens_tenant_until_revoked(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_key_opens_tenant_until_revoked(here: Run, client: Client, sql_dir: Path) -> None:
     client.tenants.create("keyed")
-    secret = loraserve("key", "create", "--tenant", "keyed", "--name", "ci", "--format", "quiet").stdout.strip()
+    secret = here("key", "create", "--tenant", "keyed", "--name", "ci", "--format", "quiet").stdout.strip()
     assert secret.startswith("sk-lora-")
     keyed = {"LORASERVE_API_KEY": secret}
-    assert loraserve("adapter", "push", sql_dir, "--name", "sql", **keyed).code == 0
-    assert loraserve("adapter", "list", "--tenant", "keyed", "--format", "quiet").stdout == "sql\n"
-    refused = loraserve("tenant", "list", **keyed)
+    assert here("adapter", "push", sql_dir, "--name", "sql", **keyed).code == 0
+    assert here("adapter", "list", "--tenant", "keyed", "--format", "quiet").stdout == "sql\n"
+    refused = here("tenant", "list", **keyed)
     assert refused.code == 1
     assert "scope" in refused.stderr
 
-    keys = loraserve("key", "list", "--tenant", "keyed", "--format", "json")
+    keys = here("key", "list", "--tenant", "keyed", "--format", "json")
     assert [key["name"] for key in keys.json] == ["ci"]
     assert secret not in keys.stdout
-    assert loraserve("key", "revoke", keys.json[0]["id"], "--tenant", "keyed").code == 0
-    dead = loraserve("adapter", "list", **keyed)
+    assert here("key", "revoke", keys.json[0]["id"], "--tenant", "keyed").code == 0
+    dead = here("adapter", "list", **keyed)
     assert dead.code == 1
     assert "next: export LORASERVE_API_KEY=" in dead.stderr
 
@@ -204,13 +204,13 @@ def test_foreign_adapter_reads_as_absent(here: Run, client: Client, sql_dir: Pat
     assert foreign.stderr.splitlines()[0].replace("private", "no-such") == absent.stderr.splitlines()[0]
 
 
-def test_run_answers_as_the_adapter_does(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_run_answers_as_the_adapter_does(loraserve: Run, here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="asked")
-    done = loraserve("run", "asked", QUESTION)
+    done = here("run", "asked", QUESTION)
     assert (done.code, done.stdout, done.stderr) == (0, f"{SQL}\n", "")
-    assert loraserve("run", "asked@1", QUESTION, "--raw").stdout == f"{SQL}\n"
+    assert here("run", "asked@1", QUESTION, "--raw").stdout == f"{SQL}\n"
     assert loraserve("run", "asked", "-", stdin=f"{QUESTION}\n").stdout == f"{SQL}\n"
-    whole = loraserve("run", "asked", QUESTION, "--format", "json", "--user", "ann", "--timeout", "30").json
+    whole = here("run", "asked", QUESTION, "--format", "json", "--user", "ann", "--timeout", "30").json
     assert whole["choices"][0]["message"]["content"] == SQL
 
 

@@ -1,8 +1,8 @@
 """The whole application over a real registry, store and tokenizer,
 and requests to each of its routes.
 
-The engine under it stands still. A conftest.py imports the fixtures `app`, `client`, `model_dir`
-and `services`.
+The engine under it stands still. A conftest.py imports the fixtures `app`, `client`, `model_dir`,
+`services` and `started`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,24 +124,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-async def services(
-    small_base: BaseSpec,
-    make_certificate: Callable[..., Certificate],
-    model_dir: Path,
-    migrated_sqlite: Path,
-    tmp_path: Path,
-) -> AsyncIterator[Services]:
+@asynccontextmanager
+async def open_services(
+    folder: Path, base: BaseSpec, certificate: Certificate, model_dir: Path
+) -> AsyncGenerator[Services, None]:
+    """Open services over the registry, the store and the usage in `folder`."""
     tokenizer = tokenizer_of(model_dir)
-    base = msgspec.structs.replace(small_base, vocab_size=tokenizer.vocab_size)
-    engine = StillEngine(base, make_certificate())
-    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
-    database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
+    engine = StillEngine(msgspec.structs.replace(base, vocab_size=tokenizer.vocab_size), certificate)
+    database = Database(f"sqlite:///{folder / 'registry.db'}")
     authenticator = Authenticator(database, admin_key=ADMIN_KEY)
     await authenticator.open()
-    store = LocalStore(tmp_path / "blobs")
-    usage = UsageMeter(database, tmp_path / "usage")
-    write_small(tmp_path / "lora" / "small")
+    store = LocalStore(folder / "blobs")
+    usage = UsageMeter(database, folder / "usage")
+    write_small(folder / "lora" / "small")
     registry = Registry(
         database,
         store,
@@ -148,11 +144,11 @@ async def services(
         certify=engine.verify,
         pinning=engine,
         warm=engine.warm,
-        lora_dir=str(tmp_path / "lora"),
+        lora_dir=str(folder / "lora"),
         on_ephemeral_unused=engine.discarded.append,
     )
     services = Services(
-        settings=Settings(model=str(model_dir), data_dir=tmp_path),
+        settings=Settings(model=str(model_dir), data_dir=folder),
         engine=engine,  # type: ignore[arg-type]
         registry=registry,
         authenticator=authenticator,
@@ -170,19 +166,38 @@ async def services(
 
 
 @pytest.fixture
+def started(migrated_sqlite: Path, tmp_path: Path) -> Path:
+    """The folder of the services, with a registry without rows."""
+    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    return tmp_path
+
+
+@pytest.fixture
+async def services(
+    small_base: BaseSpec, make_certificate: Callable[..., Certificate], model_dir: Path, started: Path
+) -> AsyncIterator[Services]:
+    async with open_services(started, small_base, make_certificate(), model_dir) as services:
+        yield services
+
+
+@pytest.fixture
 def app(services: Services) -> FastAPI:
     return create_app(services)
 
 
-@pytest.fixture
-async def client(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
-    """Without a key.
+def open_client(app: FastAPI) -> httpx2.AsyncClient:
+    """Open a client without a key.
 
     Every request has the same id, so that answers can be compared byte for byte.
     """
-    async with httpx2.AsyncClient(
+    return httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=app), base_url="http://loraserve", headers={"x-request-id": "one"}
-    ) as client:
+    )
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    async with open_client(app) as client:
         yield client
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from whole_app import app, client, model_dir, services
+from whole_app import app, client, model_dir, services, started
 
-__all__ = ["app", "client", "model_dir", "services"]
+__all__ = ["app", "client", "model_dir", "services", "started"]
 
 FOLDER = Path(__file__).parent / "golden"
 RECORD_VARIABLE = "LORASERVE_TEST_RECORD_SURFACE"

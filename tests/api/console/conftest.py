@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from whole_app import app, client, model_dir, services
+from whole_app import app, client, model_dir, services, started
 
-__all__ = ["app", "client", "model_dir", "services"]
+__all__ = ["app", "client", "model_dir", "services", "started"]

@@ -5,29 +5,44 @@ one must not learn of the other.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from sqlalchemy import update
-from whole_app import ADMIN_KEY, ROLES, SCOPES, World, app, bearer, client, model_dir, services
+from whole_app import (
+    ADMIN_KEY,
+    ROLES,
+    SCOPES,
+    World,
+    app,
+    bearer,
+    client,
+    model_dir,
+    open_client,
+    open_services,
+    services,
+)
 
+from loraserve.api.app import create_app
 from loraserve.api.services import Services
 from loraserve.db.models import ApiKey, OperationRow
 from loraserve.db.session import utc_now
 from loraserve.tenancy.identity.keys import TENANT_SCOPES
+from loraserve.types import BaseSpec, Certificate
 
 __all__ = ["app", "client", "model_dir", "services"]
 
+Upload = Callable[..., tuple[bytes, bytes]]
 Push = Callable[[str, str, int], Awaitable[None]]
 
 
-@pytest.fixture
-def push(client: httpx2.AsyncClient, make_upload: Callable[..., tuple[bytes, bytes]]) -> Push:
-    """A function that publishes the adapter of a seed, with a tenant's key."""
-
+def pushing(client: httpx2.AsyncClient, make_upload: Upload) -> Push:
     async def run(key: str, name: str, seed: int) -> None:
         config, weights = make_upload(seed)
         files = {"config": ("adapter_config.json", config), "weights": ("adapter_model.safetensors", weights)}
@@ -38,12 +53,75 @@ def push(client: httpx2.AsyncClient, make_upload: Callable[..., tuple[bytes, byt
 
 
 @pytest.fixture
-async def world(
-    client: httpx2.AsyncClient, services: Services, push: Push, make_upload: Callable[..., tuple[bytes, bytes]]
-) -> World:
+def push(client: httpx2.AsyncClient, make_upload: Upload) -> Push:
+    """A function that publishes the adapter of a seed, with a tenant's key."""
+    return pushing(client, make_upload)
+
+
+@dataclass(frozen=True)
+class BuiltWorld:
+    """A world, and the folder of the services that it was built with, to copy."""
+
+    folder: Path
+    world: World
+
+
+BuildOnce = Callable[[BaseSpec, Certificate, Upload], Awaitable[BuiltWorld]]
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory, migrated_sqlite: Path, model_dir: Path) -> BuildOnce:
+    """A function that builds a world, the first time."""
+    built: list[BuiltWorld] = []
+
+    async def run(base: BaseSpec, certificate: Certificate, make_upload: Upload) -> BuiltWorld:
+        if not built:
+            folder = tmp_path_factory.mktemp("world")
+            shutil.copyfile(migrated_sqlite, folder / "registry.db")
+            async with (
+                open_services(folder, base, certificate, model_dir) as services,
+                open_client(create_app(services)) as client,
+            ):
+                world = await build_world(client, services, make_upload)
+            built.append(BuiltWorld(folder, world))
+        return built[0]
+
+    return run
+
+
+@pytest.fixture
+async def built(
+    request: pytest.FixtureRequest,
+    build_once: BuildOnce,
+    small_base: BaseSpec,
+    make_certificate: Callable[..., Certificate],
+    make_upload: Upload,
+) -> BuiltWorld | None:
+    """Return what the services begin with, for tests with the fixture `world`; None: nothing."""
+    has_world = "world" in request.fixturenames
+    return await build_once(small_base, make_certificate(), make_upload) if has_world else None
+
+
+@pytest.fixture
+def started(migrated_sqlite: Path, built: BuiltWorld | None, tmp_path: Path) -> Path:
+    if built is None:
+        shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    else:
+        shutil.copytree(built.folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.fixture
+def world(services: Services, built: BuiltWorld) -> World:
     """acme with adapters, versions, aliases, a grant, a deleted adapter, an upload and an
     operation; globex with nothing but keys.
     """
+    return World(dict(built.world.things), dict(built.world.keys))
+
+
+async def build_world(client: httpx2.AsyncClient, services: Services, make_upload: Upload) -> World:
+    """Build what `world` says with requests, all but the operation and a key's expiry."""
+    push = pushing(client, make_upload)
     admin = bearer(ADMIN_KEY)
 
     async def call(method: str, path: str, key: dict[str, str], **how: Any) -> Any:

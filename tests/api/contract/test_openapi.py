@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx2
+import orjson
 import pytest
 from fastapi import FastAPI
 from whole_app import BODIES, World, api_routes_of, bearer
@@ -13,10 +14,16 @@ from loraserve.api.openapi.document import describe
 from loraserve.api.openapi.operations import ANSWERS, CONDITIONAL, MORE_FORMS, MORE_STATUSES, NO_BODY, STORING
 from loraserve.api.openapi.operations import BODIES as TOLD_BODIES
 
+_documents: list[bytes] = []
+
 
 @pytest.fixture
 def document(app: FastAPI) -> dict[str, Any]:
-    return describe(app)
+    """A copy of the first application's: all have the same routes."""
+    if not _documents:
+        _documents.append(orjson.dumps(describe(app)))
+    document: dict[str, Any] = orjson.loads(_documents[0])
+    return document
 
 
 def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

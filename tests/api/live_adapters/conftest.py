@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx2
 import pytest
 from trainer import Connect, Trainer
-from whole_app import ADMIN_KEY, app, bearer, client, model_dir, services
+from whole_app import ADMIN_KEY, app, bearer, client, model_dir, services, started
 
 from loraserve.api.services import Services
 from loraserve.types import TenantId
 
-__all__ = ["app", "client", "model_dir", "services"]
+__all__ = ["app", "client", "model_dir", "services", "started"]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx2
-from whole_app import ADMIN_KEY, app, bearer, client, model_dir, services  # noqa: F401
+from whole_app import ADMIN_KEY, app, bearer, client, model_dir, services, started  # noqa: F401
 
 PATH = "/api/v1/admin-keys"
 ADMIN = bearer(ADMIN_KEY)

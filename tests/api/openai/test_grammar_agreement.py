@@ -265,7 +265,7 @@ async def every_answer(
     return answers
 
 
-@pytest.mark.parametrize("first", default_and_campaign(range(0, 300, CASES_PER_SEED), default=range(0, 40, 10)))
+@pytest.mark.parametrize("first", default_and_campaign(range(0, 300, CASES_PER_SEED), default=range(0, 20, 10)))
 async def test_answers_agree_whether_tokens_are_proposed(
     client: httpx2.AsyncClient,
     services: Services,

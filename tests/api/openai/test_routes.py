@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -32,21 +33,21 @@ async def test_models_are_the_base_and_the_tenants_adapters(client: httpx2.Async
     assert sql["created"] > 1_700_000_000
 
 
-@pytest.mark.parametrize("prefix", ["", "/t/acme"])
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/chat/completions/",
-        "/chat/completions",
-        "/chat/completions/",
-        "/v1/v1/chat/completions",
-        "/openai/v1/chat/completions",
-        "/openai/deployments/sql/chat/completions?api-version=2024-10-21",
-    ],
+SPELLINGS = (
+    "/v1/chat/completions/",
+    "/chat/completions",
+    "/chat/completions/",
+    "/v1/v1/chat/completions",
+    "/openai/v1/chat/completions",
+    "/openai/deployments/sql/chat/completions?api-version=2024-10-21",
 )
-async def test_route_is_found_by_each_spelling(client: httpx2.AsyncClient, prefix: str, path: str) -> None:
+
+
+async def test_route_is_found_by_each_spelling(client: httpx2.AsyncClient, subtests: pytest.Subtests) -> None:
     body = {"model": "sql", "messages": [{"role": "user", "content": "x"}]}
-    assert (await client.post(prefix + path, json=body)).json()["object"] == "chat.completion"
+    for prefix, path in itertools.product(("", "/t/acme"), SPELLINGS):
+        with subtests.test(prefix=prefix, path=path):
+            assert (await client.post(prefix + path, json=body)).json()["object"] == "chat.completion"
 
 
 async def test_alias_answers_for_unknown_model(client: httpx2.AsyncClient, services: Services, engine: Any) -> None:
@@ -111,39 +112,37 @@ async def test_foreign_adapter_reads_like_absent_adapter(
     assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["org/base:1", "sql"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/sql"),
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/t/acme/v1/completions"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("GET", "/metrics"),
-    ],
+KEYED_ROUTES = (
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/sql"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/t/acme/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
 )
-@pytest.mark.parametrize(
-    "key",
-    [
-        None,
-        "Bearer sk-lora-wrong",
-        "Bearer",
-        "Basic abc",
-        "Basic eDp5",
-        "Basic eA==",
-        "Bearer " + "x" * 5000,
-        "Bearer é",
-    ],
+BAD_KEYS = (
+    None,
+    "Bearer sk-lora-wrong",
+    "Bearer",
+    "Basic abc",
+    "Basic eDp5",
+    "Basic eA==",
+    "Bearer " + "x" * 5000,
+    "Bearer é",
 )
-async def test_every_route_needs_a_good_key(url: str, method: str, path: str, key: str | None) -> None:
-    headers = {} if key is None else {"authorization": key.encode()}
+
+
+async def test_every_route_needs_a_good_key(url: str, subtests: pytest.Subtests) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
-        response = await client.request(method, path, headers=headers, content=b"{not json")
-    assert response.status_code == 401
-    assert response.json()["error"]["code"] == "invalid_api_key"
-    assert response.headers["www-authenticate"].startswith("Bearer")
+        for (method, path), key in itertools.product(KEYED_ROUTES, BAD_KEYS):
+            headers = {} if key is None else {"authorization": key.encode()}
+            with subtests.test(method=method, path=path, key=key):
+                response = await client.request(method, path, headers=headers, content=b"{not json")
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"].startswith("Bearer")
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/ping"])

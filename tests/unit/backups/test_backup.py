@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
+import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -247,10 +249,8 @@ async def test_lost_blob_is_named_without_ending_backup(
     assert await migrate.current(target) == migrate.head()
 
 
-@pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
-@pytest.mark.parametrize("which", ["weights", "rows", "index", "manifest"])
 async def test_damaged_backup_is_refused_without_changing_database(
-    site: Site, folder: BackupFolder, publish: Any, target: str, tmp_path: Path, which: str, what: str
+    site: Site, folder: BackupFolder, publish: Any, target: str, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     acme, _ = await fill(site, publish)
     made = await site.back_up(folder)
@@ -259,28 +259,31 @@ async def test_damaged_backup_is_refused_without_changing_database(
         "rows": next(table.blob for table in made.manifest.tables if table.name == "adapter_versions"),
         "index": made.manifest.index,
     }
-    if which == "manifest":
-        path = folder.path / f"{made.manifest.id}.json"
-    else:
-        digest = digests[which]
-        path = folder.store.root / digest[:2] / digest[2:4] / digest
-    path.chmod(0o600)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    if what == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(bytes(data) if what == "flipped" else bytes(data[:-3]))
-    store = LocalStore(tmp_path / "restored" / "blobs")
+    paths = {which: folder.store.root / digest[:2] / digest[2:4] / digest for which, digest in digests.items()}
+    paths["manifest"] = folder.path / f"{made.manifest.id}.json"
 
-    async def attempt(*, is_run: bool) -> None:
+    async def attempt(*, is_run: bool, store: LocalStore) -> None:
         restore = Restore(folder, folder.manifest())
         await (restore.run(target, store, actor="x") if is_run else restore.verify())
 
-    for is_run in (False, True):
-        with pytest.raises((BackupDamaged, ConfigError)):
-            await attempt(is_run=is_run)
-    assert not (tmp_path / "restored" / "registry.db").exists()
+    for which, what in itertools.product(paths, ("flipped", "cut", "gone")):
+        path = paths[which]
+        good = path.read_bytes()
+        path.chmod(0o600)
+        data = bytearray(good)
+        data[len(data) // 2] ^= 1
+        if what == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(bytes(data) if what == "flipped" else bytes(data[:-3]))
+        for is_run in (False, True):
+            with subtests.test(which=which, what=what, is_run=is_run):
+                with pytest.raises((BackupDamaged, ConfigError)):
+                    await attempt(is_run=is_run, store=LocalStore(tmp_path / "stores" / which / what))
+                assert not (tmp_path / "restored" / "registry.db").exists()
+        path.write_bytes(good)
+    # each was whole again
+    await attempt(is_run=True, store=LocalStore(tmp_path / "stores" / "whole"))
 
 
 @pytest.mark.parametrize(
@@ -359,10 +362,11 @@ async def test_full_disk_ends_without_backup(site: Site, folder: BackupFolder, p
 
 
 KILLED = """
-import asyncio, sys
+import asyncio, json, os, sys
 from datetime import timedelta
 from pathlib import Path
 from adapters_store import LocalStore
+from loraserve import faults
 from loraserve.backups.backup import Backup
 from loraserve.backups.folder import BackupFolder
 from loraserve.backups.restore import Restore, check_empty_database
@@ -375,22 +379,47 @@ async def main(what, url, store, folder):
     else:
         await Restore(folder, folder.manifest()).run(url, store, actor="x")
 
-asyncio.run(main(*sys.argv[1:]))
+for line in sys.stdin:
+    point, action, *words = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        with faults.arm(point, action):
+            asyncio.run(main(*words))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def killed_at(point: str, *words: object) -> None:
-    """Run it and see it killed; at the fsync of the third blob."""
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", KILLED, *map(str, words)],
-        check=False,
-        env={**os.environ, faults.VARIABLE: f"{point}=kill" + "@3" * (point == "blob.after_fsync")},
-    )
-    assert run.returncode == -signal.SIGKILL
+@pytest.fixture
+def killed_at() -> Iterator[Callable[..., None]]:
+    """A function that runs it and sees it killed; at the fsync of the third blob.
+
+    Each run is a fork of a process that has imported.
+    """
+    command = [sys.executable, "-P", "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        given, told = process.stdin, process.stdout
+
+        def run(point: str, *words: object) -> None:
+            action = "kill@3" if point == "blob.after_fsync" else "kill"
+            given.write(json.dumps([point, action, *map(str, words)]) + "\n")
+            given.flush()
+            assert int(told.readline()) == -signal.SIGKILL
+
+        yield run
 
 
 async def test_a_killed_backup_or_restore_is_repeated(
-    site: Site, folder: BackupFolder, publish: Any, target: str, tmp_path: Path, subtests: Any, make_site: Any
+    site: Site,
+    folder: BackupFolder,
+    publish: Any,
+    target: str,
+    tmp_path: Path,
+    subtests: Any,
+    make_site: Any,
+    killed_at: Callable[..., None],
 ) -> None:
     acme, _ = await fill(site, publish)
     for point in ("backup.after_rows", "blob.after_fsync", "backup.before_manifest"):
