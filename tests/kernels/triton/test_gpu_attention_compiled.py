@@ -25,6 +25,8 @@ from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
 
 from .ahead_of_time import CAPABILITIES, dump
 
+pytestmark = pytest.mark.usefixtures("compiler_cache")
+
 ATTEND = {
     "q_ptr": "*{x}",
     "k_ptr": "*{x}",
@@ -52,15 +54,6 @@ COMBINE = {
 }
 # a multiprocessor's registers, and the shared memory of one of the smaller generation
 REGISTERS, SHARED_BYTES = 65536, 164 * 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets kernels in this process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 def compile_kernel(
