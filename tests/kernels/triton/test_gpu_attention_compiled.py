@@ -69,7 +69,8 @@ def compile_kernel(
     """As the first launch would: with pointers and strides that are multiples of 16."""
     names = fn.arg_names
     assert set(names) == set(signature) | set(constants)
-    wide = {name for name in signature if name.endswith("_ptr") or name.startswith("stride_")}
+    # in order: Triton's cache finds an entry by it
+    wide = [name for name in signature if name.endswith("_ptr") or name.startswith("stride_")]
     source = ASTSource(
         fn,
         signature={name: signature.get(name, "constexpr").format(**types) for name in names},
