@@ -18,10 +18,11 @@ NUMBA = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": FEATURES}
 wider_processor = pytest.mark.skipif("avx512" not in instructions.onednn(), reason="the other tests use AVX2 here")
 
 
-def run_tests(file: str) -> None:
-    """Run a file's other tests once more, for such a processor."""
+def run_tests(*names: str) -> None:
+    """Run these files' other tests once more, for such a processor."""
+    files = [str(Path(__file__).with_name(name)) for name in names]
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(file)), "-k", "not avx2"],
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "not avx2"],
         env={**os.environ, **NUMBA},
         capture_output=True,
         text=True,

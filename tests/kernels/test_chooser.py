@@ -148,21 +148,25 @@ def test_int8_kernel_uses_best_instruction_of_each_processor(tmp_path: Path, fea
     assert {"vpmaddwd", "vpdpbusd"} - {instruction} == {"vpmaddwd", "vpdpbusd"} - set(result.stdout.split())
 
 
+GROUPS_INSTRUCTIONS = {
+    "AVX2": (avx2.FEATURES, "vpmaddubsw"),
+    "AVX2 with VNNI": (f"{avx2.FEATURES},+avxvnni", "vpdpbusd"),
+    "AVX-512": (f"{avx2.FEATURES},{AVX512_FEATURES}", "vpmaddubsw"),
+    "AVX-512 with VNNI": (f"{avx2.FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
+}
+
+
+# the default run: each processor once, each format with either instruction
 @pytest.mark.parametrize(
-    ("features", "instruction"),
-    [
-        (avx2.FEATURES, "vpmaddubsw"),
-        (f"{avx2.FEATURES},+avxvnni", "vpdpbusd"),
-        (f"{avx2.FEATURES},{AVX512_FEATURES}", "vpmaddubsw"),
-        (f"{avx2.FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
-    ],
-    ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
+    ("format", "processor"),
+    default_and_campaign(
+        [(format, processor) for format in ("int8", "int4") for processor in GROUPS_INSTRUCTIONS],
+        default=[("int8", "AVX2"), ("int4", "AVX2 with VNNI"), ("int4", "AVX-512"), ("int8", "AVX-512 with VNNI")],
+    ),
 )
-@pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.skipif(len(MACHINES) == 1, reason="about x86 instructions")
-def test_groups_take_the_best_instruction_of_each_processor(
-    tmp_path: Path, features: str, instruction: str, format: str
-) -> None:
+def test_groups_take_the_best_instruction_of_each_processor(tmp_path: Path, format: str, processor: str) -> None:
+    features, instruction = GROUPS_INSTRUCTIONS[processor]
     script = (
         "from loraserve_kernels.cpu.linear.tiles.g32_kernel import compiled;"
         f"print(compiled('g32-{format}-float16-float32')._library.get_asm_str())"

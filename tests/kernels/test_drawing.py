@@ -15,8 +15,6 @@ from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.sampling.drawing import Draw, draw, draw_torch
 from loraserve_kernels.errors import TensorMismatch
 
-from .avx2 import run_tests, wider_processor
-
 WIDTHS = (16, 17, 31, 33, 511, 512, 513, 1040, 32003)
 UNIFORMS = (0.0, 1e-9, 0.1, 0.37, 0.5, 0.73, 0.9, 0.999, 1 - 2**-53)
 EPSILON = 1e-5
@@ -197,8 +195,3 @@ def test_draws_are_same_on_every_processor() -> None:
 
 
 DRAWN = ([560, 995, 1184, 950, 1532, 2808, 2720, 2364], 1009656, 84646502191615)
-
-
-@wider_processor
-def test_a_processor_with_avx2_draws_the_same() -> None:
-    run_tests(__file__)

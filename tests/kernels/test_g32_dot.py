@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import pairwise_and_campaign
 from torch import Tensor
 
 from loraserve_kernels.common.arithmetic import OUTLIERS
@@ -59,20 +60,14 @@ def rounded(x: Tensor) -> Tensor:
     return torch.where(step > 0, (groups / step).round() * step, 0.0).view(x.shape)
 
 
-@pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 3, 8, 33])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("zeros", ZEROS)
-@pytest.mark.parametrize("num_outliers", [0, OUTLIERS])
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "kind", "zeros", "num_outliers"),
+    pairwise_and_campaign(SHAPES, [1, 3, 8, 33], KINDS, ZEROS, [0, OUTLIERS]),
+)
 def test_product_equals_rounded_groups(
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    num_tokens: int,
-    kind: tuple[str, bool, str],
-    zeros: str,
-    num_outliers: int,
+    shape: tuple[int, int, int], num_tokens: int, kind: tuple[str, bool, str], zeros: str, num_outliers: int
 ) -> None:
+    out_features, in_features, group_size = shape
     weight, x = make_weight(out_features, in_features, group_size, kind, zeros), make_rows(num_tokens, in_features)
     bias = torch.randn(out_features) if num_tokens % 3 == 0 else None
     codes, scales, starts, outliers = g32_dot.quantize_groups(x, num_outliers)
@@ -99,13 +94,13 @@ def test_product_equals_rounded_groups(
     assert ((y - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("zeros", ZEROS)
-@pytest.mark.parametrize("num_outliers", [0, OUTLIERS])
+@pytest.mark.parametrize(
+    ("shape", "kind", "zeros", "num_outliers"), pairwise_and_campaign(SHAPES, KINDS, ZEROS, [0, OUTLIERS])
+)
 def test_bits_of_rows_are_independent_of_batch(
-    out_features: int, in_features: int, group_size: int, kind: tuple[str, bool, str], zeros: str, num_outliers: int
+    shape: tuple[int, int, int], kind: tuple[str, bool, str], zeros: str, num_outliers: int
 ) -> None:
+    out_features, in_features, group_size = shape
     packed = g32_dot.pack(make_weight(out_features, in_features, group_size, kind, zeros))
     x = make_rows(70, in_features)
     together = g32_dot.linear(x, packed, None, num_outliers)

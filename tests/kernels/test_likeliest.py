@@ -63,5 +63,5 @@ def test_large_numbers_are_finite(find: Find) -> None:
 
 
 @wider_processor
-def test_a_processor_with_avx2_finds_the_same() -> None:
-    run_tests(__file__)
+def test_a_processor_with_avx2_samples_the_same() -> None:
+    run_tests("test_likeliest.py", "test_drawing.py")

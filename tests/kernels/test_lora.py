@@ -1,5 +1,6 @@
 import pytest
 import torch
+from pairwise import pairwise_and_campaign
 
 from loraserve_kernels import ops
 from loraserve_kernels.common.plan import make_plan
@@ -22,9 +23,7 @@ MODULES_OF_MIXED_RANK = {
 
 
 @pytest.mark.parametrize("apply", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("num_tokens", [1, 63, 200])
+@pytest.mark.parametrize(("dtype", "site", "num_tokens"), pairwise_and_campaign(DTYPES, list(SITES), [1, 63, 200]))
 def test_mixed_ranks_equal_the_reference(apply: Apply, dtype: torch.dtype, site: str, num_tokens: int) -> None:
     ranks = [1, 64, MODULES_OF_MIXED_RANK, 8, 12]
     adapters = [make_adapter(rank, dtype=dtype) for rank in ranks]

@@ -1,7 +1,7 @@
 """Bases over several processes, as an engine of `--tensor-parallel` and `--pipeline-parallel` has
 them, without an engine.
 
-The processes import torch once and load one base after the other.
+The processes are forks of one that has imported torch, and load one base after the other.
 """
 
 from __future__ import annotations
@@ -122,14 +122,13 @@ class RankPool:
 
     def __init__(self, root: Path) -> None:
         self._root, self._num_bases = root, 0
-        self.connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for _ in range(3):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-P", str(Path(__file__).with_name("rank_worker.py")), str(theirs.fileno())]
-                self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
-            self.connections.append(Connection(ours.detach()))
+        pairs = [socket.socketpair() for _ in range(3)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("rank_worker.py")), *map(str, theirs)]
+        self._process = subprocess.Popen(command, pass_fds=theirs)
+        for _, their in pairs:
+            their.close()
+        self.connections = [Connection(our.detach()) for our, _ in pairs]
 
     @contextmanager
     def load(self, directory: Path, size: int, pipeline: int = 1, **options: Any) -> Iterator[RankedBase]:
@@ -152,11 +151,10 @@ class RankPool:
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
-        for process in self._processes:
-            process.wait(120)
+        self._process.wait(120)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool

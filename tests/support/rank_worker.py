@@ -1,6 +1,6 @@
-"""A rank above 0 for tests: bases one after the other, each served until rank 0 stops it.
+"""Ranks above 0 for tests: bases one after the other, each served until rank 0 stops it.
 
-As a program: ``python rank_worker.py DESCRIPTOR``.
+As a program, which becomes one process for each descriptor: ``python rank_worker.py DESCRIPTOR…``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,26 @@ from loraserve.model.parallel.traffic import Traffic
 
 
 def main() -> None:
+    """Serve the first descriptor, and have a fork serve each other one."""
+    first, *others = [Connection(int(argument)) for argument in sys.argv[1:]]
+    forks = []
+    while others:
+        connection = others.pop()
+        if pid := os.fork():
+            connection.close()
+            forks.append(pid)
+            continue
+        for other in (first, *others):
+            other.close()
+        serve(connection)
+        os._exit(0)
+    serve(first)
+    for pid in forks:
+        os.waitpid(pid, 0)
+
+
+def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
-    connection = Connection(int(sys.argv[1]))
 
     def share(facts: PartFacts) -> list[PartFacts]:
         connection.send_bytes(m.encode(m.PartLoaded(facts, [])))

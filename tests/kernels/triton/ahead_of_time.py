@@ -58,12 +58,13 @@ def compile_for(
     """As for arguments that are multiples of 16, pointers too, but those in `uneven`."""
     names = fn.arg_names
     assert set(names) == set(signature) | set(constants), set(names) ^ (set(signature) | set(constants))
-    is_wide = {name for name, kind in signature.items() if kind[0] in "*i" and name not in uneven}
+    # in order: Triton's cache finds an entry by it
+    wide = [name for name, kind in signature.items() if kind[0] in "*i" and name not in uneven]
     source = ASTSource(
         fn,
         signature={name: signature.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in is_wide},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in wide},
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": has_fp_fusion}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

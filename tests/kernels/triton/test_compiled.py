@@ -25,6 +25,8 @@ from loraserve_kernels.gpu.lora.plan import HEADER, REPLACED_AT, ROWS_OF_A_TILE
 
 from .ahead_of_time import dump
 
+pytestmark = pytest.mark.usefixtures("compiler_cache")
+
 ALIGNED = 16
 
 POOL = {"weights_ptr": "*{x}", "codes_ptr": "*i8", "records_ptr": "*i32", "plan_ptr": "*i32", "scratch_ptr": "*fp32"}
@@ -59,15 +61,6 @@ REPLACE_EMBEDDING = {
 LOOK_UP = {**POOL, "token_ids_ptr": "*i64", "stride_tile": "i32"}
 # a multiprocessor's registers, and the shared memory of one of the smaller generation
 REGISTERS, SHARED_BYTES, THREADS = 65536, 164 * 1024, 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets kernels in this process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 def compile_kernel(

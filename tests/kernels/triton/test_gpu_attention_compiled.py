@@ -25,6 +25,8 @@ from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
 
 from .ahead_of_time import CAPABILITIES, dump
 
+pytestmark = pytest.mark.usefixtures("compiler_cache")
+
 ATTEND = {
     "q_ptr": "*{x}",
     "k_ptr": "*{x}",
@@ -54,15 +56,6 @@ COMBINE = {
 REGISTERS, SHARED_BYTES = 65536, 164 * 1024
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets kernels in this process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
 def compile_kernel(
     fn: Any,
     signature: dict[str, str],
@@ -76,7 +69,8 @@ def compile_kernel(
     """As the first launch would: with pointers and strides that are multiples of 16."""
     names = fn.arg_names
     assert set(names) == set(signature) | set(constants)
-    wide = {name for name in signature if name.endswith("_ptr") or name.startswith("stride_")}
+    # in order: Triton's cache finds an entry by it
+    wide = [name for name in signature if name.endswith("_ptr") or name.startswith("stride_")]
     source = ASTSource(
         fn,
         signature={name: signature.get(name, "constexpr").format(**types) for name in names},

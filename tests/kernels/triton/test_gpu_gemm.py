@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise_and_campaign
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -81,9 +82,11 @@ def is_right(
     return bool((y.double() - right).abs().max() <= roundings * eps * right.abs().max())
 
 
-@pytest.mark.parametrize("shape", range(3))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    pairwise_and_campaign(KINDS, [torch.bfloat16, torch.float16], range(3)),
+    ids=lambda value: f"{value[0]}-{value[1]}" if isinstance(value, tuple) else str(value).removeprefix("torch."),
+)
 def test_few_rows_equal_the_reference(kind: tuple[str, int | None, bool], dtype: torch.dtype, shape: int) -> None:
     out_features, in_features = SHAPES[sizes_of(kind)][shape]
     weight = make_weight(kind, out_features, in_features, dtype)

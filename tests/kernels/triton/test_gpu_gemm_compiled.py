@@ -24,6 +24,8 @@ from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
 
 from .ahead_of_time import dump
 
+pytestmark = pytest.mark.usefixtures("compiler_cache")
+
 KINDS = ["plain", "int8", "fp8", "nf4", "int4", "int4-32", "int4-zeros", "int8-128"]
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -37,15 +39,6 @@ TYPES = {
 
 FETCHES_SCALES_AHEAD = tuple(int(number) for number in triton.__version__.split(".")[:2]) > (3, 6)
 """Triton 3.6 loads the scales of groups when they are needed."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets kernels in this process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 class Recorder:

@@ -5,6 +5,7 @@ import torch
 pytest.importorskip("triton")
 
 from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
+from pairwise import pairwise_and_campaign
 
 from loraserve_kernels.cpu.lora.layout import SITES
 from loraserve_kernels.errors import TensorMismatch
@@ -30,15 +31,23 @@ def mixed_rows(fleet: Fleet) -> list[int]:
     return [0, d, a, 0, c, d, b, a, e, *[c] * 16, 0]
 
 
-@pytest.mark.parametrize("site", SITES)
+LAUNCHES = [
+    ("odd", torch.float16, 16),
+    ("odd", torch.bfloat16, 32),
+    ("even", torch.float16, 32),
+    ("even", torch.bfloat16, 16),
+]
+
+
 @pytest.mark.parametrize(
-    ("shapes", "dtype", "block_m"),
-    [
-        ("odd", torch.float16, 16),
-        ("odd", torch.bfloat16, 32),
-        ("even", torch.float16, 32),
-        ("even", torch.bfloat16, 16),
-    ],
+    ("site", "shapes", "dtype", "block_m"),
+    pairwise_and_campaign(
+        list(SITES),
+        ["odd", "even"],
+        [torch.float16, torch.bfloat16],
+        [16, 32],
+        allowed=[(site, *launch) for site in SITES for launch in LAUNCHES],
+    ),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_mixed_ranks_dtypes_and_base_rows_equal_reference(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from campaigns import default_and_campaign
 
 pytest.importorskip("triton")
 
-import triton
 
 from loraserve_kernels.gpu.rows import kernels as rows_kernels
 from loraserve_kernels.gpu.rows import rows as gpu_rows
@@ -19,17 +17,10 @@ from loraserve_kernels.gpu.rows import rows as gpu_rows
 from . import ahead_of_time
 from .ahead_of_time import Machine, compile_for
 
+pytestmark = pytest.mark.usefixtures("compiler_cache")
+
 CAPABILITIES = pytest.mark.parametrize("capability", ahead_of_time.CAPABILITIES)
 X = "bf16"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets kernels in this process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 def compile_norm(

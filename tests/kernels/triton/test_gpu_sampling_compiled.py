@@ -5,7 +5,6 @@ No GPU is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from loraserve_kernels.gpu.sampling import masks, sampling_rows
 from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
 
 from .ahead_of_time import CAPABILITIES, Machine, compile_for
+
+pytestmark = pytest.mark.usefixtures("compiler_cache")
 
 VOCAB_SIZE = 128_256
 KERNELS = {
@@ -48,15 +49,6 @@ DTYPES = {
     "words_ptr": "i32",
     "is_masked_ptr": "i32",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets kernels in this process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 def compile_kernel(name: str, capability: int, folder: Path, *, has_draws: bool = True) -> Machine:

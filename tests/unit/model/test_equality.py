@@ -223,7 +223,15 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    "chunks", [[50], [1, 7, 16, 3, 23], [17], []], ids=["prefill", "chunked", "prefill-then-decode", "decode"]
+    "chunks",
+    [
+        pytest.param([50], id="prefill"),
+        # decodes over the border of a block, behind windows and the context that ropes stretch
+        pytest.param([1, 7, 16, 3, 16], id="chunked-then-decode"),
+        pytest.param([1, 7, 16, 3, 23], id="chunked", marks=pytest.mark.campaign),
+        pytest.param([17], id="prefill-then-decode", marks=pytest.mark.campaign),
+        pytest.param([], id="decode", marks=pytest.mark.campaign),
+    ],
 )
 def test_logits_equal_transformers(pair: tuple[Any, PagedRun], chunks: list[int]) -> None:
     model, shared = pair

@@ -43,7 +43,7 @@ def test_float32_equals_transformers(base: Path, windows: list[list[int]]) -> No
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     decoder = load(base, FORMATS["float32"], WIDTH)
     with torch.inference_mode():
-        for window in windows:
+        for window in windows[::4]:
             ours, theirs = PagedRun(decoder).logits(window, [WIDTH]), model(torch.tensor([window])).logits[0]
             # logits of a trained base are some tens
             assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-3
@@ -58,9 +58,8 @@ def test_word_codes_equal_encoded_weights(layout: str, base: Path, windows: list
     decoder = load(tmp_path, replace(FORMATS["float32"], activations="float"), WIDTH)
     assert decoder.spec.quantization == "int4"
     with torch.inference_mode():
-        for window in windows[::4]:
-            ours, theirs = PagedRun(decoder).logits(window, [WIDTH]), meant(torch.tensor([window])).logits[0]
-            assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+        ours, theirs = PagedRun(decoder).logits(windows[0], [WIDTH]), meant(torch.tensor(windows[:1])).logits[0]
+        assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
 @pytest.mark.usefixtures("cache_home")
@@ -68,16 +67,17 @@ def test_gguf_keeps_stored_weights(base: Path, windows: list[list[int]], tmp_pat
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     file = write_gguf(model, tmp_path / "base.gguf", "Q4_1")
     folder, meant = local_model_dir(file), dequantized(model, "Q4_1")
+    with torch.inference_mode():
+        theirs = [meant(torch.tensor([window])).logits[0].log_softmax(-1) for window in windows[::4]]
     # scales are float32 where activations are
     for activations, bound, size in (("float", 1e-6, 1.2), ("auto", 0.005, 1.15)):
         decoder = load(folder, replace(FORMATS["float32"], activations=activations), WIDTH)
         assert decoder.spec.size_bytes < size * file.stat().st_size
         with torch.inference_mode():
             losses = []
-            for window in windows[::4]:
+            for window, wanted in zip(windows[::4], theirs, strict=True):
                 ours = PagedRun(decoder).logits(window, [WIDTH]).log_softmax(-1)
-                theirs = meant(torch.tensor([window])).logits[0].log_softmax(-1)
-                losses.append((theirs.exp() * (theirs - ours)).sum(-1).mean())
+                losses.append((wanted.exp() * (wanted - ours)).sum(-1).mean())
             assert torch.stack(losses).mean() < bound, activations
 
 
@@ -143,7 +143,8 @@ def test_mixed_adapters_equal_solo_runs(served: Any, windows: list[list[int]]) -
     sequences = [run.add(tokens) for tokens in starts]
     lora = [(adapter, 9 * number, 9 * number + 9) for number, adapter in enumerate(adapters)]
     together = run.step([(sequence, 9) for sequence in sequences], lora=lora)
-    for number, adapter in enumerate(adapters):
-        alone = PagedRun(served)
+    # of each rank, from the first rows to the last
+    for number in (*range(0, NUM_ADAPTERS, 4), NUM_ADAPTERS - 1):
+        adapter, alone = adapters[number], PagedRun(served)
         (logits,) = alone.step([(alone.add(starts[number]), 9)], lora=[(adapter, 0, 9)])
         assert torch.equal(logits, together[number])

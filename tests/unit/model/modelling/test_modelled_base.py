@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from campaigns import default_and_campaign
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -121,7 +122,8 @@ ADAPTED += ["FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausal
 ADAPTED += ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"]
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
+# the second adapter is LoRA alone in either case
+@pytest.mark.parametrize("use_dora", default_and_campaign([False, True], default=[True]))
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_in_mixed_batch_equal_peft(name: str, use_dora: bool, tmp_path: Path) -> None:
     model = save(name, tmp_path / "base", tie_word_embeddings=False)

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.real
 TEXT = "The Great Lakes are five lakes between Canada and the United States. Lake Superior is the largest, and"
 
 
-@pytest.mark.parametrize(("quantize", "max_kl"), [("none", 1e-6), ("int8", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("quantize", "max_kl"), [("none", 1e-6), pytest.param("int8", 0.02, marks=pytest.mark.campaign), ("int4", 0.2)]
+)
 def test_trained_modelled_base_agrees_with_native_base(quantize: str, max_kl: float) -> None:
     directory = find_real_model()
     tokens = list(Tokenizer(directory).encode(TEXT))

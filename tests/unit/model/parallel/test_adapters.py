@@ -10,10 +10,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from pairwise import cover_pairs
 from rank_pool import RankedBase, RankPool
 
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
+from loraserve.model.checkpoint.whole_weights import WholeWeights
 from loraserve.model.decoder import Decoder
 from loraserve_kernels.common.modules import ReplacedRows
 from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule, PackedAdapter, ReplacedNorm
@@ -28,6 +30,10 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attent
 GRIDS = ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """Ranks of a stage, and stages."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+PARTS = [True, pytest.param(False, marks=pytest.mark.campaign)]
+"""Whether a test takes the grids of its cover, in which each pair of its parameters occurs, or the
+others.
+"""
 PEFT_KINDS: dict[str, Any] = {
     "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "loha": peft.LoHaConfig(r=3, alpha=4, target_modules=["q_proj", "o_proj", "up_proj"]),
@@ -77,10 +83,17 @@ def changes(decoder: Decoder, seed: int) -> tuple[list[LoraModule], list[Replace
     return modules, [] if plain else norms
 
 
+def grids(axes: tuple[list[Any], ...], case: tuple[Any, ...], *, is_cover: bool) -> list[tuple[int, int]]:
+    """Return the grids of a case that belong to a part."""
+    cover = cover_pairs(*axes, GRIDS)
+    return [grid for grid in GRIDS if ((*case, grid) in cover) == is_cover]
+
+
+@pytest.mark.parametrize("is_cover", PARTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_mixed_adapter_batch_matches_single_process(
-    kind: str, dtype: torch.dtype, rank_pool: RankPool, tmp_path: Path
+    kind: str, dtype: torch.dtype, is_cover: bool, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     options = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {"tie_word_embeddings": True}
     directory = save_model(build_model(kind, **SIZES, **options), tmp_path)
@@ -91,7 +104,7 @@ def test_mixed_adapter_batch_matches_single_process(
     packed: list[PackedAdapter | None] = [device.pack(m, torch.float32, norms) for m, norms in work]
     expected = run_together(whole, prompts, [*packed, None])
     plain = run_together(whole, prompts, [None] * 6)
-    for grid in GRIDS:
+    for grid in grids((["llama", "qwen2"], DTYPES), (kind, dtype), is_cover=is_cover):
         with rank_pool.load(directory, *grid, held=dtype) as base:
             hosts = [base.device.pack(m, torch.float32, norms) for m, norms in work]
             for host, (modules, norms) in zip(hosts, work, strict=True):
@@ -102,7 +115,12 @@ def test_mixed_adapter_batch_matches_single_process(
                 assert i == 5 or float((wanted - plain[i]).abs().max()) > 0.05
 
 
-def test_each_peft_kind_matches_single_process(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "grids", [((4, 1), (1, 3), (2, 2)), pytest.param(((2, 1), (1, 2)), marks=pytest.mark.campaign)], ids=str
+)
+def test_each_peft_kind_matches_single_process(
+    grids: tuple[tuple[int, int], ...], rank_pool: RankPool, tmp_path: Path
+) -> None:
     serving = Serving(tmp_path, "llama", {**SIZES, "mlp_bias": True})
     directories = []
     for seed, config in enumerate(KINDS.values()):
@@ -112,17 +130,18 @@ def test_each_peft_kind_matches_single_process(rank_pool: RankPool, tmp_path: Pa
         directories.append(save_peft(serving.base_dir, config, tmp_path / name))
     prompts = [random_tokens(9, seed=i) for i in range(len(directories))]
     expected = run_together(serving.decoder, prompts, [serving.load(directory) for directory in directories])
-    for grid in GRIDS:
+    for grid in grids:
         with rank_pool.load(serving.base_dir, *grid) as base:
             placed = [place(serving, directory, base) for directory in directories]
             for got, wanted in zip(run_together(base, prompts, placed), expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
 
 
+@pytest.mark.parametrize("is_cover", PARTS)
 @pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe"])
 def test_expert_adapters_match_single_process(
-    case: str, dtype: torch.dtype | None, rank_pool: RankPool, tmp_path: Path
+    case: str, dtype: torch.dtype | None, is_cover: bool, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     kind, options = CASES[case]
     wide = {**SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
@@ -138,7 +157,7 @@ def test_expert_adapters_match_single_process(
     hosts = [load_adapter(serving.store, ref, serving.decoder.spec, whole).host for ref in refs]
     prompts = [random_tokens(8 + i, seed=i) for i in range(3)]
     expected = run_together(serving.decoder, prompts, [*hosts, None])
-    for grid in GRIDS:
+    for grid in grids((["mixtral", "qwen2-moe"], [None, torch.int8]), (case, dtype), is_cover=is_cover):
         with rank_pool.load(serving.base_dir, *grid, held=dtype) as base:
             assert base.spec.experts == serving.decoder.spec.experts
             loaded = [load_adapter(serving.store, ref, base.spec, base.device, base.weights) for ref in refs]
@@ -168,38 +187,39 @@ def test_ranks_load_and_drop_adapters_in_step(grid: tuple[int, int], rank_pool: 
         assert not base.device.check([])
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8", "int4", "nf4", "fp8"])
 @pytest.mark.parametrize("kind", ["qwen2", "phi3", "mixtral"])
-def test_whole_weights_match_single_process(kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_whole_weights_match_single_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     # a rank's inputs are whole blocks of 64, by which one process rotates them too
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     options = {"pad_token_id": 0, "tie_word_embeddings": kind == "qwen2"}
     directory = save_model(build_model(kind, **{**SIZES, **sizes, **options}), tmp_path)
-    whole = load(directory, quantize=quantize, dtype=torch.bfloat16)
-    modules = LINEARS if kind != "mixtral" else LINEARS[:4]
     with rank_pool.load(directory, 2, quantize="none", dtype=torch.bfloat16) as base:
-        from loraserve.model.checkpoint.whole_weights import WholeWeights
+        for quantize in ("none", "int8", "int4", "nf4", "fp8"):
+            whole = load(directory, quantize=quantize, dtype=torch.bfloat16)
+            assert_same_weights(WholeWeights(directory, base.decoder, torch.bfloat16, quantize), whole, kind)
 
-        weights = WholeWeights(directory, base.decoder, torch.bfloat16, quantize)
-        for layer, name in [(1, name) for name in modules] + [(0, "lm_head"), (0, "embed_tokens")]:
-            got = torch.cat(list(weights.weight_rows(layer, name)))
-            assert torch.equal(got, torch.cat(list(whole.weight_rows(layer, name)))), name
-        together = torch.cat(list(weights.weight_rows(2, "q_proj", "k_proj", "v_proj")))
-        assert torch.equal(together, torch.cat(list(whole.weight_rows(2, "q_proj", "k_proj", "v_proj"))))
-        for name in modules:
-            got_bias, bias = weights.bias(1, name), whole.bias(1, name)
-            assert (got_bias is None) == (bias is None)
-            assert bias is None or got_bias is None or torch.equal(got_bias, bias)
-        mixture, wanted = weights.experts(1), whole.experts(1)
-        assert (mixture is None) == (wanted is None)
-        if mixture is not None and wanted is not None:
-            pairs = [
-                (mixture.router, wanted.router),
-                *((a.down, b.down) for a, b in zip(mixture.experts, wanted.experts, strict=True)),
-            ]
-            for a, b in pairs:
-                rows = [torch.cat(list(linear.rows(0, b.out_features))) for linear in (a, b)]
-                assert torch.equal(*rows)
+
+def assert_same_weights(weights: WholeWeights, whole: Decoder, kind: str) -> None:
+    modules = LINEARS if kind != "mixtral" else LINEARS[:4]
+    for layer, name in [(1, name) for name in modules] + [(0, "lm_head"), (0, "embed_tokens")]:
+        got = torch.cat(list(weights.weight_rows(layer, name)))
+        assert torch.equal(got, torch.cat(list(whole.weight_rows(layer, name)))), name
+    together = torch.cat(list(weights.weight_rows(2, "q_proj", "k_proj", "v_proj")))
+    assert torch.equal(together, torch.cat(list(whole.weight_rows(2, "q_proj", "k_proj", "v_proj"))))
+    for name in modules:
+        got_bias, bias = weights.bias(1, name), whole.bias(1, name)
+        assert (got_bias is None) == (bias is None)
+        assert bias is None or got_bias is None or torch.equal(got_bias, bias)
+    mixture, wanted = weights.experts(1), whole.experts(1)
+    assert (mixture is None) == (wanted is None)
+    if mixture is not None and wanted is not None:
+        pairs = [
+            (mixture.router, wanted.router),
+            *((a.down, b.down) for a, b in zip(mixture.experts, wanted.experts, strict=True)),
+        ]
+        for a, b in pairs:
+            rows = [torch.cat(list(linear.rows(0, b.out_features))) for linear in (a, b)]
+            assert torch.equal(*rows)
 
 
 def _split(

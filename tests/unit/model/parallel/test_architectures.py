@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import default_and_campaign
 from rank_pool import RankPool
 
 from ..conftest import CONFIGS, PagedRun, build_model, load, random_tokens, save_model
@@ -69,33 +70,48 @@ def logits(decoder: Any) -> list[torch.Tensor]:
     return [*first, *(rows for step in later for rows in step)]
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_tensor_parallel_logits_match_single_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+EVERY_GRID = ("llama", "gemma2", "mixtral")
+"""Kinds that the default run computes over each grid; the campaign each kind."""
+TENSOR_SIZES = default_and_campaign(
+    [(kind, size) for kind in CONFIGS for size in (2, 4)],
+    default=[(kind, size) for kind in CONFIGS for size in (2, 4) if size == 4 or kind in EVERY_GRID],
+)
+GRIDS = default_and_campaign(
+    [(kind, grid) for kind in CONFIGS for grid in ((1, 2), (1, 4), (2, 2))],
+    # both cut and shared out
+    default=[
+        (kind, grid) for kind in CONFIGS for grid in ((1, 2), (1, 4), (2, 2)) if grid == (2, 2) or kind in EVERY_GRID
+    ],
+)
+
+
+@pytest.mark.parametrize(("kind", "size"), TENSOR_SIZES)
+def test_tensor_parallel_logits_match_single_process(kind: str, size: int, rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model(kind, **{**SIZES, **OPTIONS.get(kind, {})}), tmp_path)
     expected = logits(load(directory))
-    for size in (2, 4):
-        with rank_pool.load(directory, size) as base:
-            for got, wanted in zip(logits(base), expected, strict=True):
-                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
-            # each rank has a part of the cache, and of what a step exchanges
-            assert base.kv_shape[1] == max(1, base.config.num_kv_heads // size)
-            assert all(rank.sum_bytes > 0 and rank.sum_s > 0 for rank in base.traffic)
+    with rank_pool.load(directory, size) as base:
+        for got, wanted in zip(logits(base), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+        # each rank has a part of the cache, and of what a step exchanges
+        assert base.kv_shape[1] == max(1, base.config.num_kv_heads // size)
+        assert all(rank.sum_bytes > 0 and rank.sum_s > 0 for rank in base.traffic)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_pipeline_logits_match_single_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "grid"), GRIDS)
+def test_pipeline_logits_match_single_process(
+    kind: str, grid: tuple[int, int], rank_pool: RankPool, tmp_path: Path
+) -> None:
     options = {**SIZES, **OPTIONS.get(kind, {}), "num_hidden_layers": NUM_LAYERS}
     directory = save_model(build_model(kind, **options), tmp_path)
     whole = load(directory)
     expected = logits(whole)
-    for tensor, pipeline in ((1, 2), (1, 4), (2, 2)):
-        with rank_pool.load(directory, tensor, pipeline) as base:
-            for got, wanted in zip(logits(base), expected, strict=True):
-                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
-            # the last stage's layers alone, and nothing is lost of what the base is
-            assert base.kv_shape[0] == NUM_LAYERS // pipeline
-            assert (base.spec.digest, base.spec.arithmetic) == (whole.spec.digest, whole.spec.arithmetic)
-            assert [rank.transfer_bytes > 0 for rank in base.traffic] == [
-                base.grid.stage_index(rank) > 0 for rank in range(base.grid.size)
-            ]
-            assert base.group_forward.num_micro_batches > 4
+    with rank_pool.load(directory, *grid) as base:
+        for got, wanted in zip(logits(base), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+        # the last stage's layers alone, and nothing is lost of what the base is
+        assert base.kv_shape[0] == NUM_LAYERS // grid[1]
+        assert (base.spec.digest, base.spec.arithmetic) == (whole.spec.digest, whole.spec.arithmetic)
+        assert [rank.transfer_bytes > 0 for rank in base.traffic] == [
+            base.grid.stage_index(rank) > 0 for rank in range(base.grid.size)
+        ]
+        assert base.group_forward.num_micro_batches > 4

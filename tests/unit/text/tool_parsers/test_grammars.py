@@ -81,12 +81,13 @@ def written(tokenizer: Tokenizer, llguidance: LLTokenizer, grammar: str, seed: i
     matcher = LLMatcher(llguidance, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     token_ids: list[int] = []
+    chars = [chr(tokenizer.token_bytes(token)[0]) for token in range(min(256, tokenizer.vocab_size))]
     while len(token_ids) < MAX_TOKENS:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits[: tokenizer.vocab_size]).tolist()
         assert allowed, matcher.get_error()
-        text = tokenizer.decode(token_ids[-16:], skip_special_tokens=False)
-        scores = {token: 1 if token > 255 else closing(text, chr(tokenizer.token_bytes(token)[0])) for token in allowed}
+        closing = closers_of(tokenizer.decode(token_ids[-16:], skip_special_tokens=False))
+        scores = {token: 1 if token > 255 else closing.get(chars[token], 0) for token in allowed}
         best = max(scores.values())
         liked = [token for token in allowed if scores[token] == best]
         token = draw.choice(liked if best and draw.random() < 0.9 else allowed)
@@ -97,17 +98,16 @@ def written(tokenizer: Tokenizer, llguidance: LLTokenizer, grammar: str, seed: i
     return tokenizer.decode(token_ids, skip_special_tokens=False), False
 
 
-def closing(text: str, char: str) -> int:
-    """Return how much of something that closes is there with this character."""
-    return max(
-        (
-            at + 1
-            for closer in CLOSERS
-            for at in range(len(closer))
-            if closer[at] == char and text.endswith(closer[:at])
-        ),
-        default=0,
-    )
+def closers_of(text: str) -> dict[str, int]:
+    """Return the characters that go on with something that closes, and how much of it is there
+    with each.
+    """
+    found: dict[str, int] = {}
+    for closer in CLOSERS:
+        for at, char in enumerate(closer):
+            if text.endswith(closer[:at]):
+                found[char] = max(found.get(char, 0), at + 1)
+    return found
 
 
 def check_calls(calls: list[list[str]], tools: tuple[Tool, ...] = TOOLS) -> None:
@@ -125,8 +125,9 @@ def test_forced_calls_are_parsed_and_fit_schemas(
     num_whole = 0
     for is_parallel in (False, True):
         wanted = answer_format(tokenizer, name, is_parallel=is_parallel)
+        grammar = grammar_text(wanted)
         for seed in range(10):
-            text, is_whole = written(tokenizer, llguidance, grammar_text(wanted), seed)
+            text, is_whole = written(tokenizer, llguidance, grammar, seed)
             parser = wanted.parser()
             answer = joined([*parser.push(text), *parser.finish()])
             if is_whole:
@@ -170,9 +171,9 @@ def test_complex_tool_schemas_are_also_followed(
 ) -> None:
     tokenizer, llguidance = tokenizers["special"]
     wanted = answer_format(tokenizer, name, (tool,), is_parallel=False)
-    found = []
+    grammar, found = grammar_text(wanted), []
     for seed in range(12):
-        text, is_whole = written(tokenizer, llguidance, grammar_text(wanted), seed)
+        text, is_whole = written(tokenizer, llguidance, grammar, seed)
         parser = wanted.parser()
         answer = joined([*parser.push(text), *parser.finish()])
         if is_whole:
