@@ -128,11 +128,19 @@ def _adopting() -> Any:
 class ForkedProcess:
     """A fork, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: int) -> None:
-        """Run ``[python, "-P", "-m", MODULE, *arguments]``; stdout and stderr are `output`."""
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: int, errors: int | None = None
+    ) -> None:
+        """Run ``[python, "-P", "-m", MODULE, *arguments]``; stdout and stderr are `output`, or
+        stderr is `errors`.
+        """
         with open(os.devnull, "rb") as nothing:
             self.pid = zygote().spawn(
-                command[3], command[4:], env=env, cwd=cwd, descriptors=[nothing.fileno(), output, output]
+                command[3],
+                command[4:],
+                env=env,
+                cwd=cwd,
+                descriptors=[nothing.fileno(), output, output if errors is None else errors],
             )
         self.returncode: int | None = None
 
