@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -45,21 +45,29 @@ def ask(client: Client, question: str) -> str:
     return content
 
 
-def test_chat_equals_transformers(server: ServerProcess) -> None:
-    """In float32 the same text; in int8 a text that begins alike."""
+@pytest.fixture(scope="session")
+def answers() -> Mapping[str, str]:
+    """What transformers answers to each question."""
     base = find_real_model()
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    texts = {}
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            tokens = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS
+            )[0, ids.shape[1] :]
+        texts[question] = tokenizer.decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+def test_chat_equals_transformers(server: ServerProcess, answers: Mapping[str, str]) -> None:
+    """In float32 the same text; in int8 a text that begins alike."""
     num_equal = 0
     with Client(server.url, api_key=server.make_tenant("acme")) as client:
-        for question in QUESTIONS:
-            messages = [{"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-            with torch.inference_mode():
-                tokens = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS
-                )[0, ids.shape[1] :]
-            expected = tokenizer.decode(tokens, skip_special_tokens=True)
+        for question, expected in answers.items():
             found = ask(client, question)
             num_equal += found == expected
             assert found.split()[:1] == expected.split()[:1], question

@@ -14,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,9 +83,18 @@ class ServerProcess:
         command = [sys.executable, "-P", "-m", "loraserve.cli.main", *words]
         if words == ("serve",):
             command = self._command
-        return subprocess.run(
-            command, cwd=self.data_dir.parent, env=self._environment, capture_output=True, text=True, timeout=START_S
-        )
+        cwd, env = self.data_dir.parent, self._environment
+        if not self.is_forked:
+            return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=START_S)
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            process = ForkedProcess(command, env=env, cwd=cwd, output=output.fileno(), errors=errors.fileno())
+            try:
+                code = process.wait(START_S)
+            finally:
+                process.kill()
+            for file in (output, errors):
+                file.seek(0)
+            return subprocess.CompletedProcess(command, code, output.read(), errors.read())
 
     @property
     def _command(self) -> list[str]:

@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -127,11 +128,19 @@ def _adopting() -> Any:
 class ForkedProcess:
     """A fork, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: int) -> None:
-        """Run ``[python, "-P", "-m", MODULE, *arguments]``; stdout and stderr are `output`."""
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: int, errors: int | None = None
+    ) -> None:
+        """Run ``[python, "-P", "-m", MODULE, *arguments]``; stdout and stderr are `output`, or
+        stderr is `errors`.
+        """
         with open(os.devnull, "rb") as nothing:
             self.pid = zygote().spawn(
-                command[3], command[4:], env=env, cwd=cwd, descriptors=[nothing.fileno(), output, output]
+                command[3],
+                command[4:],
+                env=env,
+                cwd=cwd,
+                descriptors=[nothing.fileno(), output, output if errors is None else errors],
             )
         self.returncode: int | None = None
 
@@ -236,8 +245,7 @@ def serve(requests: socket.socket) -> None:
         if not data:
             return
         request = json.loads(data)
-        for name in IMPORTS[request["module"]]:
-            importlib.import_module(name)
+        _prepare(request["module"])
         gc.collect()
         # what forks only read is shared by them
         gc.freeze()
@@ -258,6 +266,30 @@ def serve(requests: socket.socket) -> None:
         requests.send(os.read(ours, 64))
         for descriptor in (ours, theirs, *descriptors):
             os.close(descriptor)
+
+
+@functools.cache
+def _prepare(module: str) -> None:
+    """Do once what every start of `module` does before it reads its configuration."""
+    for name in IMPORTS[module]:
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        from numba.core.registry import cpu_target
+
+        from loraserve_kernels.cpu.compilation.catalog import KERNELS
+
+        for name, _ in KERNELS.values():
+            importlib.import_module(f"loraserve_kernels.cpu.{name}")
+        # tables of types and functions, made when the first kernel is loaded
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
+    if module == SERVER:
+        from fastapi.routing import iter_route_contexts
+
+        from loraserve.api import app
+
+        for _ in iter_route_contexts(app._routes(has_console=True, has_router_metrics=False)):
+            pass
 
 
 def _run(request: dict[str, Any], descriptors: list[int]) -> None:

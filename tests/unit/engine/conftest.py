@@ -260,6 +260,49 @@ def write_tokenizer(model_dir: Path) -> None:
     tokenizer.save(str(model_dir / "tokenizer.json"))
 
 
+class GreedyText(Sequence[int]):
+    """The likeliest tokens after a prompt, computed when they are read or compared.
+
+    A pass of the model over a text shows how much of it is greedy: one that is takes a single pass,
+    instead of one for each token.
+
+    Args:
+        likeliest: returns the likeliest token after each of a sequence's.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, likeliest: Callable[[list[int]], list[int]], prompt: list[int], count: int) -> None:
+        self._likeliest, self._prompt, self._count = likeliest, list(prompt), count
+        self._tokens: list[int] | None = None
+
+    def tokens(self, guess: Sequence[int] = ()) -> list[int]:
+        """Return them; `guess` is what they may be, and changes nothing but how long that takes."""
+        if self._tokens is None:
+            found: list[int] = []
+            while len(found) < self._count:
+                tried = [*found, *guess[len(found) : self._count - 1]]
+                likeliest = self._likeliest([*self._prompt, *tried])[len(self._prompt) - 1 :]
+                num_right = next((i for i, token in enumerate(tried) if likeliest[i] != token), len(tried))
+                if num_right < len(tried):
+                    guess = ()
+                found = likeliest[: num_right + 1]
+            self._tokens = found
+        return self._tokens
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tokens()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list) and self.tokens(other) == other
+
+    def __repr__(self) -> str:
+        return repr(self.tokens())
+
+
 @dataclass
 class World:
     """A base on disk, its adapters in a store, and what transformers and PEFT say."""
@@ -268,6 +311,7 @@ class World:
     store_url: str
     refs: dict[str, AdapterRef]
     model: Any
+    texts: dict[tuple[str | None, tuple[int, ...], int], GreedyText] = field(default_factory=dict)
 
     def config(self, **changes: object) -> EngineConfig:
         config = EngineConfig(
@@ -280,19 +324,23 @@ class World:
         )
         return msgspec.structs.replace(config, **changes)
 
-    def expected(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
-        with torch.inference_mode():
-            if adapter is None:
-                with self.model.disable_adapter():
-                    return self._greedy(prompt, count)
-            self.model.set_adapter(adapter)
-            return self._greedy(prompt, count)
+    def expected(self, adapter: str | None, prompt: list[int], count: int) -> GreedyText:
+        key = (adapter, tuple(prompt), count)
+        if key not in self.texts:
+            self.texts[key] = GreedyText(lambda ids: self._likeliest(adapter, ids), prompt, count)
+        return self.texts[key]
 
-    def _greedy(self, prompt: list[int], count: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        return ids[len(prompt) :]
+    @torch.inference_mode()
+    def _likeliest(self, adapter: str | None, ids: list[int]) -> list[int]:
+        """Return the likeliest token after each of these."""
+        if adapter is None:
+            with self.model.disable_adapter():
+                logits = self.model(torch.tensor([ids])).logits
+        else:
+            self.model.set_adapter(adapter)
+            logits = self.model(torch.tensor([ids])).logits
+        tokens: list[int] = logits[0].argmax(-1).tolist()
+        return tokens
 
 
 def store_adapter(store: BlobStore, directory: Path) -> AdapterRef:

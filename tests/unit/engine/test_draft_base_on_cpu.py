@@ -107,10 +107,11 @@ def test_answers_are_the_same_to_the_last_bit(world, make_engine, draft_dirs, dr
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("seed", range(50))
-def test_no_token_differs_in_ten_thousand_requests(world, make_engine, draft_dirs, seed):
-    # each work has 200, before a draft base that is always, mostly or seldom right
-    work, quantize = random_work(seed, 200, NAMES), ("none", "int8")[seed % 2]
+@pytest.mark.parametrize("seed", range(36))
+def test_no_token_differs_in_thousands_of_requests(world, make_engine, draft_dirs, seed):
+    # each work has 80, before a draft base that is always, mostly or seldom right; each combination
+    # occurs twice
+    work, quantize = random_work(seed, 80, NAMES), ("none", "int8")[seed % 2]
     draft = draft_dirs[list(DRAFTS)[seed % len(DRAFTS)]]
     options = {"quantize": quantize, "max_num_seqs": (1, 3, 8)[seed // 6 % 3]}
     expected = answer(make_engine(**options), world, work)

@@ -148,10 +148,10 @@ def test_speculation_changes_no_answer_of_further_adapter_kinds(tmp_path, make_e
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("seed", range(50))
-def test_no_token_differs_in_ten_thousand_requests(world, make_engine, seed):
-    # each work has 200; a speculation that chooses by what steps take is compared too
-    quantize, work = ("none", "int8")[seed % 2], random_work(seed, 200, NAMES)
+@pytest.mark.parametrize("seed", range(36))
+def test_no_token_differs_in_thousands_of_requests(world, make_engine, seed):
+    # each work has 80; a speculation that chooses by what steps take is compared too
+    quantize, work = ("none", "int8")[seed % 2], random_work(seed, 80, NAMES)
     assert_equal(world, make_engine, work, quantize=quantize, max_num_seqs=8)
     plain = answer(make_engine(world, None, quantize=quantize), world, work)
     proposing = answer(make_engine(world, Speculation(), quantize=quantize), world, work)
