@@ -17,7 +17,7 @@ from benchmarks.peers_rows import BASE, Row, best
 from benchmarks.serving import HERE
 from loraserve.model.config.model_config import read_config
 
-_WIDE_BYTES = {"float32": 4, "bfloat16": 2}
+_WIDE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a weight, where a peer keeps all of them in one dtype."""
 
 
@@ -37,12 +37,14 @@ def token_bytes(model: Path, peer: str, format: str) -> float:
     Args:
         peer: whose format it is; an empty string: ours.
     """
-    stored = file_type(format) if not peer else format.partition("+")[0] if peer == "llama.cpp" else None
-    if stored is not None:
-        return installing.gguf_base(model, stored).stat().st_size
     config = read_config(model)
     layers = config.num_layers * sum(rows * columns for rows, columns in config.module_shapes.values())
     head = config.hidden_size * config.vocab_size
+    stored = file_type(format) if not peer else format.partition("+")[0] if peer == "llama.cpp" else None
+    if stored is not None:
+        # of an embedding that isn't the head, a row is read
+        unread = 0 if config.is_tied else head
+        return installing.gguf_base(model, stored).stat().st_size * (layers + head) / (layers + head + unread)
     if peer:
         return _WIDE_BYTES[format] * (layers + head)
     ours = {**FORMATS, **CALIBRATED}[format]
@@ -56,7 +58,9 @@ def text(model: Path, rows: Sequence[Row], rate: float) -> str:
         if row.requests != 1 or row.mode != BASE or row.speculation == "on" or row.reason:
             continue
         for name, turns in (((row.pair.peer, row.pair.format), row.peer), (("", row.pair.ours), row.ours)):
-            speeds[name] = max(speeds.get(name, 0.0), best(turns))
+            # a peer may have dtypes that nothing here knows
+            if name[0] in ("", "llama.cpp") or name[1] in _WIDE_BYTES:
+                speeds[name] = max(speeds.get(name, 0.0), best(turns))
     if not speeds:
         return ""
     sizes: Mapping[tuple[str, str], float] = {name: token_bytes(model, *name) for name in speeds}

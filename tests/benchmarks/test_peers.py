@@ -298,6 +298,7 @@ def test_limits_divide_read_rate_by_weights(tmp_path: Path, monkeypatch: pytest.
         vocab_size=512,
         num_attention_heads=4,
         num_key_value_heads=2,
+        tie_word_embeddings=True,
     )
     config.save_pretrained(tmp_path)
     file = tmp_path / "base.gguf"
@@ -309,7 +310,15 @@ def test_limits_divide_read_rate_by_weights(tmp_path: Path, monkeypatch: pytest.
     assert peers_limits.token_bytes(tmp_path, "vllm", "bfloat16") == 2 * weights
     for peer, format in (("", "gguf-Q8_0"), ("llama.cpp", "Q8_0")):
         assert peers_limits.token_bytes(tmp_path, peer, format) == 1000
+    config.tie_word_embeddings = False
+    config.save_pretrained(tmp_path)
+    read = 1000 * weights / (weights + 512 * 64)
+    assert peers_limits.token_bytes(tmp_path, "llama.cpp", "Q8_0") == pytest.approx(read)
+    config.tie_word_embeddings = True
+    config.save_pretrained(tmp_path)
+    other = Pair("vllm", "fp8", "int8")
     rows = [make_row(requests=1, mode=BASE), make_row(requests=1, mode=BASE, speculation="on")]
+    rows.append(make_row(requests=1, mode=BASE, pair=other))
     page = peers_limits.text(tmp_path, rows, rate=1e6)
     assert "| llama.cpp | Q8_0 | 0 | 1000.0 | 100.0 | 10% |" in page
     assert page.count("loraserve") == 1

@@ -63,5 +63,5 @@ def test_large_numbers_are_finite(find: Find) -> None:
 
 
 @wider_processor
-def test_a_processor_with_avx2_samples_the_same() -> None:
+def test_avx2_samples_equal_wider_processors() -> None:
     run_tests("test_likeliest.py", "test_drawing.py")

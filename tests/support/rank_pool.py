@@ -7,6 +7,7 @@ The processes are forks of one that has imported torch, and load one base after 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -122,10 +123,13 @@ class RankPool:
 
     def __init__(self, root: Path) -> None:
         self._root, self._num_bases = root, 0
+        self._start()
+
+    def _start(self) -> None:
         pairs = [socket.socketpair() for _ in range(3)]
         theirs = [pair[1].fileno() for pair in pairs]
         command = [sys.executable, "-P", str(Path(__file__).with_name("rank_worker.py")), *map(str, theirs)]
-        self._process = subprocess.Popen(command, pass_fds=theirs)
+        self._process = subprocess.Popen(command, pass_fds=theirs, start_new_session=True)
         for _, their in pairs:
             their.close()
         self.connections = [Connection(our.detach()) for our, _ in pairs]
@@ -142,11 +146,18 @@ class RankPool:
             **options,
         }
         self._num_bases += 1
-        base = RankedBase(self, Grid(size, pipeline), directory, self._root / f"store-{self._num_bases}", settings)
         try:
-            yield base
-        finally:
-            base.close()
+            base = RankedBase(self, Grid(size, pipeline), directory, self._root / f"store-{self._num_bases}", settings)
+            try:
+                yield base
+            finally:
+                base.close()
+        except BaseException:
+            # a rank may wait for what never comes: the next base has others
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self.close()
+            self._start()
+            raise
 
     def close(self) -> None:
         for connection in self.connections:

@@ -23,20 +23,19 @@ from loraserve.model.parallel.traffic import Traffic
 
 
 def main() -> None:
-    """Serve the first descriptor, and have a fork serve each other one."""
-    first, *others = [Connection(int(argument)) for argument in sys.argv[1:]]
+    """Have a fork serve each descriptor, and end with the last."""
+    connections = [Connection(int(argument)) for argument in sys.argv[1:]]
     forks = []
-    while others:
-        connection = others.pop()
+    while connections:
+        connection = connections.pop()
         if pid := os.fork():
             connection.close()
             forks.append(pid)
             continue
-        for other in (first, *others):
+        for other in connections:
             other.close()
         serve(connection)
         os._exit(0)
-    serve(first)
     for pid in forks:
         os.waitpid(pid, 0)
 

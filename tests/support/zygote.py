@@ -3,7 +3,8 @@
 A server and its engine import for seconds and then start in less than one, and tests start a
 hundred of them. `Zygote.spawn` runs a module of ours as ``python -P -m MODULE`` would, as a child
 of the process that asks, with its own environment, folder and descriptors. Tests of a start itself,
-of memory, or of what the environment does to the interpreter (LD_PRELOAD) start Python instead.
+of memory, or of what the environment does to the interpreter or to numba (LD_PRELOAD,
+NUMBA_CPU_NAME) start Python instead.
 
 As a program: ``python zygote.py DESCRIPTOR``, where requests come in.
 """

@@ -42,3 +42,5 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await asyncio.shield(asyncio.gather(task, watcher, return_exceptions=True))
+        # a failed task has this frame in its error's
+        del task, watcher

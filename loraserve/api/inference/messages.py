@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,21 +35,42 @@ def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]
     return [reader.read(message, f"messages.{index}") for index, message in enumerate(value)]
 
 
-def check_other_roles(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Check that messages of a role that OpenAI doesn't have reached the prompt, and their role.
+def has_other_roles(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Check whether a message has a role that OpenAI doesn't have."""
+    return any(message["role"] not in _ROLES for message in messages)
 
-    Raises:
-        InvalidRequest: the template left one out; `param` names it.
+
+class RoleProbe:
+    """Same messages with marks in the place of their contents, to see which a template writes.
+
+    Attributes:
+        messages: the marked ones.
     """
-    for index, message in enumerate(messages):
-        role = message["role"]
-        if role not in _ROLES and not (role in text and message["content"].strip() in text):
-            param = f"messages.{index}.role"
-            raise InvalidRequest(
-                f"{param}: the model's chat template doesn't write messages of this role.",
-                param=param,
-                hint=f"Roles that every template knows are {', '.join(_ROLES)}.",
-            )
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        name = f"CONTENT{secrets.token_hex(8)}"
+        self._marks = [f"{name}-{index}." for index in range(len(messages))]
+        self.messages = [{**message, "content": mark} for message, mark in zip(messages, self._marks, strict=True)]
+
+    def check(self, text: str) -> None:
+        """Check that the template wrote each message of another role, behind its role.
+
+        Args:
+            text: the prompt of the marked messages.
+
+        Raises:
+            InvalidRequest: it left one out; the message names the role.
+        """
+        start = 0
+        for message, mark in zip(self.messages, self._marks, strict=True):
+            end, role = text.find(mark, start), message["role"]
+            if role not in _ROLES and (end < 0 or role not in text[start:end]):
+                raise InvalidRequest(
+                    f"The model's chat template doesn't write messages of the role {role!r}.",
+                    param="messages",
+                    hint=f"Roles that every template knows are {', '.join(_ROLES)}.",
+                )
+            start = max(start, end)
 
 
 class _Reader:
@@ -71,7 +93,7 @@ class _Reader:
                 param=param,
                 hint='Send tool_calls in the assistant\'s message, and its result with "role": "tool".',
             )
-        if not isinstance(role, str) or not _OTHER_ROLE.fullmatch(role):
+        if not isinstance(role, str) or not (role in _ROLES or _is_other_role(role)):
             raise InvalidRequest(
                 f"{param}.role should be one of {', '.join(_ROLES)}, or another one that the model's chat template "
                 "writes: up to 64 letters, digits, - and _.",
@@ -135,6 +157,11 @@ class _Reader:
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
+
+
+def _is_other_role(role: str) -> bool:
+    """Check whether a role may be one of the model's own, and no known one in other letters."""
+    return _OTHER_ROLE.fullmatch(role) is not None and role.lower() not in _ROLES
 
 
 def _read_arguments(value: object, param: str) -> dict[str, Any] | str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from loraserve.api.inference.messages import check_other_roles, read_messages
+from loraserve.api.inference.messages import RoleProbe, has_other_roles, read_messages
 from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
@@ -107,19 +107,22 @@ class PromptReader:
 
         def render(template: ChatTemplate) -> str:
             shown, tools = read()
+            if has_other_roles(shown):
+                probe = RoleProbe(shown)
+                probe.check(template.render(probe.messages, False, tools, set_variables))
             if continues_last:
-                text = template.render_continued(shown, tools, set_variables)
-            else:
-                text = template.render(shown, add_generation_prompt, tools, set_variables)
-            check_other_roles(shown, text)
-            return text
+                return template.render_continued(shown, tools, set_variables)
+            return template.render(shown, add_generation_prompt, tools, set_variables)
 
-        def question(template: VersionTemplate) -> tuple[list[dict[str, Any]], bytes]:
+        def questions(template: VersionTemplate) -> tuple[bytes, RoleProbe | None, bytes]:
             shown, tools = read()
             asked = template.question(
                 self.tenant, shown, add_generation_prompt, tools, set_variables, continues_last=continues_last
             )
-            return shown, asked
+            if not has_other_roles(shown):
+                return asked, None, b""
+            probe = RoleProbe(shown)
+            return asked, probe, template.question(self.tenant, probe.messages, False, tools, set_variables)
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
@@ -130,9 +133,10 @@ class PromptReader:
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
         if isinstance(template, VersionTemplate):
-            shown, asked = await self.run(lambda: question(template))
+            asked, probe, probed = await self.run(lambda: questions(template))
+            if probe is not None:
+                probe.check(await self.services.templates.render(self.tenant, probed))
             rendered = await self.services.templates.render(self.tenant, asked)
-            check_other_roles(shown, rendered)
             prompt = await self.run(lambda: encode(rendered))
         else:
             prompt = await self.run(lambda: encode(render(template)))

@@ -104,6 +104,7 @@ async def built(
 
 @pytest.fixture
 def started(migrated_sqlite: Path, built: BuiltWorld | None, tmp_path: Path) -> Path:
+    """The folder of a server's database and files, as the built world left them."""
     if built is None:
         shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
     else:

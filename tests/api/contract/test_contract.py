@@ -27,7 +27,6 @@ from whole_app import ADMIN_KEY, OPERATORS, World, api_routes_of, bearer, send
 from loraserve.api.openapi.document import describe
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-# (requests as described?, for things that are there?) → how many of each route
 NUM_REQUESTS = {(True, True): 10, (True, False): 3, (False, True): 8, (False, False): 2}
 FEW_REQUESTS = {(True, True): 2, (True, False): 1, (False, True): 2}
 """The number of requests to each route, by (is as described, names things that are there)."""

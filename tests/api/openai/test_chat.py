@@ -64,7 +64,7 @@ async def test_custom_role_reaches_template(client: httpx2.AsyncClient, engine: 
     assert answer.status_code == 200
     prompt = engine.tokenizer.decode(engine.seen[0].prompt_token_ids, skip_special_tokens=False)
     assert prompt == "<|user|>a\n<|critic-2|>no\n<|assistant|>"
-    for role in ("a b", "<|user|>", "x" * 65, "", "function"):
+    for role in ("a b", "<|user|>", "x" * 65, "", "function", "User"):
         assert (await chat(client, messages=[user, {"role": role, "content": "no"}])).status_code == 400
 
 

@@ -70,10 +70,26 @@ async def test_role_is_refused_when_template_omits_message(
 ) -> None:
     template = "{% for message in messages %}" + written + "{% endfor %}"
     version = await publish("sql", chat_template=template.encode())
-    messages = [*MESSAGES, {"role": "critic", "content": "no"}]
+    # what it leaves out stands elsewhere, too
+    messages = [{"role": "user", "content": "Does the critic say no?"}, {"role": "critic", "content": "no"}]
     error = (await chat(client, f"sql@{version}", messages=messages)).json()["error"]
-    assert (error["param"], error["code"]) == ("messages.1.role", "invalid_value")
+    assert (error["param"], error["code"]) == ("messages", "invalid_value")
+    assert "'critic'" in error["message"]
     assert (await chat(client, f"sql@{version}")).status_code == 200
+
+
+async def test_custom_role_may_be_written_as_json(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    """As Llama 3's template writes what its interpreter answers."""
+    template = (
+        "{% for message in messages %}<{{ message.role }}>{% if message.role == 'ipython' %}"
+        "{{ message.content | tojson }}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    version = await publish("sql", chat_template=template.encode())
+    messages = [*MESSAGES, {"role": "ipython", "content": 'a "b"\nc'}]
+    assert (await chat(client, f"sql@{version}", messages=messages)).status_code == 200
+    assert prompts_of(engine) == ['<user>hi<ipython>"a \\"b\\"\\nc"']
 
 
 async def test_template_is_read_once_for_concurrent_requests(

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,10 @@ def compiler_cache() -> Iterator[None]:
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.utime(own)
     for folder in folders.iterdir():
-        if folder.stat().st_mtime < time.time() - _KEPT_S:
-            shutil.rmtree(folder, ignore_errors=True)
+        # another worker deletes them too
+        with suppress(FileNotFoundError):
+            if folder.stat().st_mtime < time.time() - _KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(own))
         yield

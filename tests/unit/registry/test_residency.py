@@ -203,9 +203,9 @@ async def test_page_reads_only_listed_versions_of_tenant(
     """On PostgreSQL, `tests/benchmarks/test_million.py` counts the rows."""
     limit = 10
     # theirs are before by id
-    await add(database, globex, {"theirs": 500}, age_s=3600.0)
-    await add(database, acme, {"a": 2, "trainer": 500, **{f"x{number}": 2 for number in range(50)}})
-    for position in (None, "a 1", "trainer 250", "trainer 500", "x25 1"):
+    await add(database, globex, {"theirs": 1000}, age_s=3600.0)
+    await add(database, acme, {"a": 2, "trainer": 1000, **{f"x{number}": 2 for number in range(50)}})
+    for position in (None, "a 1", "trainer 500", "trainer 1000", "x25 1"):
         cursor = None if position is None else encode_cursor(position)
         with recorded() as statements:
             page = await registry.list_owned(acme, limit=limit, cursor=cursor, digests=None)

@@ -46,7 +46,10 @@ class Delivery(EventSource):
         self._reader: DirectReader | None = None
         self._starting: asyncio.Future[Chunk] | None = None
         self._making: asyncio.Future[tuple[bytes, dict[str, str]]] | None = None
-        """The whole answer, once the response has begun without it."""
+        """The whole answer and its headers, where the response may begin without it."""
+        self._headers: dict[str, str] | None = None
+        """Headers of a whole answer, once its first chunk has come."""
+        self._is_whole_next = False
         self._silent_s = services_of(request).limits.silent_stream_s
         if isinstance(answer, StreamableAnswer) and answer.is_stream:
             self._stream, self.ending, self.media_type = answer, answer.ending, answer.media_type
@@ -84,12 +87,12 @@ class Delivery(EventSource):
             data, headers = self._making.result()
             return JSONAnswer(data, headers, self._usage.bill_all, self._end)
         self.ending, self.media_type = b"", "application/json"
-        return EventStream(self, {**self._answer.headers(None), **self._generation.headers})
+        return EventStream(self, self._headers or {**self._answer.headers(None), **self._generation.headers})
 
     async def _make_whole(self) -> tuple[bytes, dict[str, str]]:
         """Make the whole answer and its headers, once the last chunk has come."""
         generation, answer = self._generation, self._answer
-        headers = {**answer.headers(await generation.start()), **generation.headers}
+        self._headers = headers = {**answer.headers(await generation.start()), **generation.headers}
         async for index, chunk in generation:
             self._usage.add(index, chunk)
             answer.add(index, chunk)
@@ -112,7 +115,9 @@ class Delivery(EventSource):
                 await _wait(self._making, self._silent_s)
             if self._making is not None:
                 # its error is the body
-                yield self._making.result()[0]
+                data, _ = self._making.result()
+                self._is_whole_next = True
+                yield data
             return
         while self._starting is not None and not self._starting.done():
             yield stream.ping()
@@ -134,9 +139,9 @@ class Delivery(EventSource):
         return b"" if self._stream is None else self._stream.render(index, chunk)
 
     def on_deliver(self) -> None:
-        if self._making is None:
+        if self._stream is not None:
             self._usage.bill_last()
-        elif self._making.done():
+        elif self._is_whole_next:
             self._usage.bill_all()
 
     def write(self, pieces: PieceWriter, data: bytes) -> None:
@@ -156,14 +161,18 @@ class Delivery(EventSource):
         return bytes(error_response(error, path=self._request.scope["path"], request_id=state.request_id).body)
 
     async def close(self) -> None:
-        for future in (self._starting, self._making):
-            if future is not None:
-                future.cancel()
-                await asyncio.gather(future, return_exceptions=True)
+        futures = [future for future in (self._starting, self._making) if future is not None]
+        # a failed task has its frames, which have this
+        self._starting = self._making = None
         try:
-            await self._generation.close()
+            for future in futures:
+                future.cancel()
+            await asyncio.gather(*futures, return_exceptions=True)
         finally:
-            self._end()
+            try:
+                await self._generation.close()
+            finally:
+                self._end()
 
     def _end(self) -> None:
         generation = self._generation

@@ -142,7 +142,6 @@ class Generation:
             )
             for request in self._requests
         ]
-        self._queue = asyncio.Queue(_QUEUE_SIZE)
         self._num_open = len(self._requests)
         self._is_refused = self._has_reported_numerics = False
 
@@ -204,6 +203,8 @@ class Generation:
             task.cancel()
         # A second cancellation must not leave a request running in the engine.
         await asyncio.shield(asyncio.gather(*self._tasks, return_exceptions=True))
+        # what failed has the frames of this
+        self._tasks, self._queue = [], asyncio.Queue(_QUEUE_SIZE)
 
     async def _next(self) -> tuple[int, Chunk] | None:
         if self._only is not None:
@@ -213,13 +214,21 @@ class Generation:
                 return None
             except Exception as error:
                 failure = self._failure(0, error)
-                if failure is error:
-                    raise
-                raise failure from error
+                try:
+                    if failure is error:
+                        raise
+                    raise failure from error
+                finally:
+                    # it has this frame
+                    del failure
         while self._num_open:
             index, item = await self._queue.get()
             if isinstance(item, Exception):
-                raise item
+                try:
+                    raise item
+                finally:
+                    # it has this frame
+                    del item
             if item is not None:
                 return index, item
             self._num_open -= 1

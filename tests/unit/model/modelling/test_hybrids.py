@@ -221,7 +221,7 @@ def test_group_size_changes_no_bit(name: str, tmp_path: Path) -> None:
         run.kv.states.group_size = size
         sequences = [run.add(random_tokens(16, seed=i)) for i in range(4)]
         parts = run.step([(sequence, 4) for sequence in sequences])
-        for number in range(4):
+        for number in range(6):
             # a chunk between decoding sequences, then all decode
             parts += run.step([(one, 4 if i == 1 and number == 2 else 1) for i, one in enumerate(sequences)])
         found.append(torch.cat(parts))
