@@ -284,10 +284,10 @@ def install(app: FastAPI) -> None:
         method, path = request.method, request.scope["path"]
         if error.status_code == 404:
             return respond(request, routes.not_found(method, path))
-        # the last part of such a path may be taken for a response's id
-        if error.status_code == 405 and (absent := absent_route(method, path)) is not None:
-            return respond(request, absent)
         if error.status_code == 405:
+            # the last part of such a path is taken for a response's id
+            if (absent := absent_route(method, path)) is not None:
+                return respond(request, absent)
             allowed = _allowed(request)
             return respond(request, not_allowed(method, path, allowed), {"allow": ", ".join(allowed)})
         return respond(request, from_http_exception(error))

@@ -306,10 +306,10 @@ def test_limits_divide_read_rate_by_weights(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(peers_installing, "gguf_base", lambda *_: file)
     # q and o, k and v, and the three of the MLP
     weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 512 * 64
-    assert peers_limits.token_bytes(tmp_path, "", "int8") == weights
+    assert peers_limits.token_bytes(tmp_path, "ours", "int8") == weights
     assert peers_limits.token_bytes(tmp_path, "vllm", "bfloat16") == 2 * weights
-    for peer, format in (("", "gguf-Q8_0"), ("llama.cpp", "Q8_0")):
-        assert peers_limits.token_bytes(tmp_path, peer, format) == 1000
+    for whose, format in (("ours", "gguf-Q8_0"), ("llama.cpp", "Q8_0")):
+        assert peers_limits.token_bytes(tmp_path, whose, format) == 1000
     config.tie_word_embeddings = False
     config.save_pretrained(tmp_path)
     read = 1000 * weights / (weights + 512 * 64)

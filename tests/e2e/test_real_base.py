@@ -47,7 +47,7 @@ def ask(client: Client, question: str) -> str:
 
 @pytest.fixture(scope="session")
 def answers() -> Mapping[str, str]:
-    """What transformers answers to each question."""
+    """transformers' answers to each question."""
     base = find_real_model()
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

@@ -35,11 +35,6 @@ def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]
     return [reader.read(message, f"messages.{index}") for index, message in enumerate(value)]
 
 
-def has_other_roles(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Check whether a message has a role that OpenAI doesn't have."""
-    return any(message["role"] not in _ROLES for message in messages)
-
-
 class RoleProbe:
     """Same messages with marks in the place of their contents, to see which a template writes.
 
@@ -51,6 +46,11 @@ class RoleProbe:
         name = f"CONTENT{secrets.token_hex(8)}"
         self._marks = [f"{name}-{index}." for index in range(len(messages))]
         self.messages = [{**message, "content": mark} for message, mark in zip(messages, self._marks, strict=True)]
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]]) -> RoleProbe | None:
+        """Mark messages of which some have a role that OpenAI doesn't have; None: none has."""
+        return cls(messages) if any(message["role"] not in _ROLES for message in messages) else None
 
     def check(self, text: str) -> None:
         """Check that the template wrote each message of another role, behind its role.

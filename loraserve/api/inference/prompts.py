@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from loraserve.api.inference.messages import RoleProbe, has_other_roles, read_messages
+from loraserve.api.inference.messages import RoleProbe, read_messages
 from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
@@ -107,22 +107,28 @@ class PromptReader:
 
         def render(template: ChatTemplate) -> str:
             shown, tools = read()
-            if has_other_roles(shown):
-                probe = RoleProbe(shown)
+            if (probe := RoleProbe.of(shown)) is not None:
                 probe.check(template.render(probe.messages, False, tools, set_variables))
             if continues_last:
                 return template.render_continued(shown, tools, set_variables)
             return template.render(shown, add_generation_prompt, tools, set_variables)
 
-        def questions(template: VersionTemplate) -> tuple[bytes, RoleProbe | None, bytes]:
-            shown, tools = read()
-            asked = template.question(
-                self.tenant, shown, add_generation_prompt, tools, set_variables, continues_last=continues_last
-            )
-            if not has_other_roles(shown):
-                return asked, None, b""
-            probe = RoleProbe(shown)
-            return asked, probe, template.question(self.tenant, probe.messages, False, tools, set_variables)
+        async def ask(template: VersionTemplate) -> str:
+            shown, tools = await self.run(read)
+
+            async def rendered(
+                messages: Sequence[Mapping[str, Any]], is_open: bool = False, continues_last: bool = False
+            ) -> str:
+                question = await self.run(
+                    lambda: template.question(
+                        self.tenant, messages, is_open, tools, set_variables, continues_last=continues_last
+                    )
+                )
+                return await self.services.templates.render(self.tenant, question)
+
+            if (probe := RoleProbe.of(shown)) is not None:
+                probe.check(await rendered(probe.messages))
+            return await rendered(shown, add_generation_prompt, continues_last)
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
@@ -133,11 +139,8 @@ class PromptReader:
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
         if isinstance(template, VersionTemplate):
-            asked, probe, probed = await self.run(lambda: questions(template))
-            if probe is not None:
-                probe.check(await self.services.templates.render(self.tenant, probed))
-            rendered = await self.services.templates.render(self.tenant, asked)
-            prompt = await self.run(lambda: encode(rendered))
+            text = await ask(template)
+            prompt = await self.run(lambda: encode(text))
         else:
             prompt = await self.run(lambda: encode(render(template)))
         if not prompt.token_ids:

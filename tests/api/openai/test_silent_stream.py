@@ -155,7 +155,7 @@ async def test_reader_of_late_whole_answer_may_leave(
 
 
 async def test_late_whole_answer_names_adapter(client: httpx2.AsyncClient, engine: Any, services: Services) -> None:
-    """Where the first token comes in time, and the last doesn't."""
+    """The first token comes in time, and the last doesn't."""
     engine.steps = asyncio.Semaphore(4)
     async with asking_whole(client, services, "/v1/chat/completions", 0.5) as (response, pieces):
         assert await anext(pieces) == b" "

@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiles for tests."""
+"""Triton's cache of what it compiles for tests."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ class Delivery(EventSource):
         self._stream: StreamableAnswer | None = None
         self._reader: DirectReader | None = None
         self._starting: asyncio.Future[Chunk] | None = None
-        self._making: asyncio.Future[tuple[bytes, dict[str, str]]] | None = None
-        """The whole answer and its headers, where the response may begin without it."""
-        self._headers: dict[str, str] | None = None
+        self._making: asyncio.Future[bytes] | None = None
+        """The whole answer, which the response may begin without."""
+        self._headers: dict[str, str] = {}
         """Headers of a whole answer, once its first chunk has come."""
         self._is_whole_next = False
-        self._silent_s = services_of(request).limits.silent_stream_s
+        self._silent_s: float | None = services_of(request).limits.silent_stream_s
         if isinstance(answer, StreamableAnswer) and answer.is_stream:
             self._stream, self.ending, self.media_type = answer, answer.ending, answer.media_type
             self._reader = DirectReader(answer, usage, self._record)
@@ -76,29 +76,26 @@ class Delivery(EventSource):
             raise
 
     async def _respond_whole(self) -> Response:
-        keep_alive_s = services_of(self._request).settings.whole_answer_keep_alive_s
         # a batch's line has no connection, and its status tells whether it's tried again
-        if keep_alive_s is None or COLLECTED_USAGE in self._request.scope:
-            data, headers = await while_connected(self._request, self._make_whole())
-            return JSONAnswer(data, headers, self._usage.bill_all, self._end)
-        self._making, self._silent_s = asyncio.ensure_future(self._make_whole()), keep_alive_s
-        await while_connected(self._request, _wait(self._making, keep_alive_s))
-        if self._making.done():
-            data, headers = self._making.result()
-            return JSONAnswer(data, headers, self._usage.bill_all, self._end)
-        self.ending, self.media_type = b"", "application/json"
+        has_connection = COLLECTED_USAGE not in self._request.scope
+        keep_alive_s = services_of(self._request).settings.whole_answer_keep_alive_s if has_connection else None
+        self._making = making = asyncio.ensure_future(self._make_whole())
+        await while_connected(self._request, _wait(making, keep_alive_s))
+        if making.done():
+            return JSONAnswer(making.result(), self._headers, self._usage.bill_all, self._end)
+        self._silent_s, self.ending, self.media_type = keep_alive_s, b"", "application/json"
         return EventStream(self, self._headers or {**self._answer.headers(None), **self._generation.headers})
 
-    async def _make_whole(self) -> tuple[bytes, dict[str, str]]:
-        """Make the whole answer and its headers, once the last chunk has come."""
+    async def _make_whole(self) -> bytes:
+        """Make the whole answer once the last chunk has come, and its headers with the first."""
         generation, answer = self._generation, self._answer
-        self._headers = headers = {**answer.headers(await generation.start()), **generation.headers}
+        self._headers = {**answer.headers(await generation.start()), **generation.headers}
         async for index, chunk in generation:
             self._usage.add(index, chunk)
             answer.add(index, chunk)
         await generation.close()
         await answer.finish()
-        return await generation.run(lambda: dump_json(answer.whole())), headers
+        return await generation.run(lambda: dump_json(answer.whole()))
 
     async def _first_of_stream(self) -> Chunk | None:
         """Wait for the first chunk; None if it takes so long that the stream begins without it."""
@@ -115,8 +112,7 @@ class Delivery(EventSource):
                 await _wait(self._making, self._silent_s)
             if self._making is not None:
                 # its error is the body
-                data, _ = self._making.result()
-                self._is_whole_next = True
+                data, self._is_whole_next = self._making.result(), True
                 yield data
             return
         while self._starting is not None and not self._starting.done():
@@ -181,6 +177,6 @@ class Delivery(EventSource):
         self._usage.note(generation.record)
 
 
-async def _wait(future: asyncio.Future[Any], timeout_s: float) -> None:
-    """Wait until it is done, or for that long."""
+async def _wait(future: asyncio.Future[Any], timeout_s: float | None) -> None:
+    """Wait until it is done, or for that long; None: as long as it takes."""
     await asyncio.wait({future}, timeout=timeout_s)
