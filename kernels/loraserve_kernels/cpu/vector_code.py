@@ -102,17 +102,17 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
-def prefetch(builder: Any, address: Any, index: Any, kind: Any, *, is_once: bool = False) -> None:
+def prefetch(builder: Any, address: Any, index: Any, kind: Any, *, level: int = 1) -> None:
     """Prefetch the cache line of element `index`; any address is allowed, mapped or not.
 
     Args:
-        is_once: it isn't read again, so it needn't drive others out of the caches.
+        level: of the caches, the one that it is brought into: 1 or 2.
     """
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [ir.PointerType(), INT32, INT32, INT32]), "llvm.prefetch.p0"
     )
     pointer = pointer_to(builder, address, index, ELEMENTS[kind])
-    builder.call(function, [pointer, *(ir.Constant(INT32, number) for number in (0, 0 if is_once else 3, 1))])
+    builder.call(function, [pointer, *(ir.Constant(INT32, number) for number in (0, 4 - level, 1))])
 
 
 def prefetch_vectors(builder: Any, address: Any, index: Any, count: int, kind: Any) -> None:

@@ -140,7 +140,7 @@ def _tile(num_rows: int) -> Any:
             row_bytes = writer.times(writer.word(X_STRIDE), 4)
             inputs = [writer.at(writer.word(X), builder.mul(r, row_bytes)) for r in rows]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
-            codes_ahead = CodesAhead(writer, values, TILE * _code_bytes(name), is_once=num_rows == 1)
+            codes_ahead = CodesAhead(writer, values, TILE * _code_bytes(name))
             channel = writer.times(values[1], TILE)
             scales = writer.at(writer.word(SCALES), writer.times(channel, 4))
             zero_size = 4 if name in ("int8f", "int4f") else 1

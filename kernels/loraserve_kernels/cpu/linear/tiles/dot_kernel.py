@@ -58,7 +58,7 @@ def _dot(num_rows: int) -> Any:
             row_bytes = writer.times(writer.word(X_STRIDE), 4 // DOT_INPUTS)
             inputs = [writer.at(writer.word(X), builder.mul(r, row_bytes)) for r in rows]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
-            codes_ahead = CodesAhead(writer, values, DOT_INPUTS * TILE, is_once=num_rows == 1)
+            codes_ahead = CodesAhead(writer, values, DOT_INPUTS * TILE)
             channel = writer.times(values[1], TILE)
             starts = writer.at(writer.word(SUM_STARTS), writer.times(channel, 4))
             first = [writer.load(writer.at(starts, writer.const(c * LANES * 4)), vector(I32)) for c in range(VECTORS)]

@@ -251,7 +251,7 @@ def _product(num_rows: int) -> Any:
             row_scales = [writer.at(writer.word(ROW_SCALES), offset) for offset in group_bytes]
             starts = [writer.at(writer.word(GROUP_STARTS), offset) for offset in group_bytes]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
-            codes_ahead = CodesAhead(writer, values, TILE * _FOURS, is_once=num_rows == 1)
+            codes_ahead = CodesAhead(writer, values, TILE * _FOURS)
             channel = writer.times(values[1], TILE)
             scales = writer.at(writer.word(SCALES), writer.times(channel, weight.scale_bytes))
             zeros = writer.at(writer.word(GROUP_ZEROS), writer.times(channel, weight.zero_bytes))

@@ -72,7 +72,7 @@ def _group_dot(num_rows: int, scale_bytes: int) -> Any:
             start_bytes = writer.times(writer.word(START_STRIDE), 4)
             starts = [writer.at(writer.word(GROUP_STARTS), builder.mul(r, start_bytes)) for r in rows]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
-            codes_ahead = CodesAhead(writer, values, TILE * 4, is_once=num_rows == 1)
+            codes_ahead = CodesAhead(writer, values, TILE * 4)
             channel = writer.times(values[1], TILE)
             scales = writer.at(writer.word(SCALES), writer.times(channel, scale_bytes))
             zeros = writer.at(writer.word(GROUP_ZEROS), channel)

@@ -39,7 +39,7 @@ ROWS = 8 if LANES == 16 else 4
 """Rows that one pass over a tile's codes multiplies:
 as many as there are registers for their sums.
 """
-PREFETCH_BYTES = 4096
+PREFETCH_BYTES = 6144
 """Distance at which the one pass over a tile prefetches codes: memory's latency
 at its bandwidth.
 """

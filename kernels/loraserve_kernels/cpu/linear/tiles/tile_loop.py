@@ -26,14 +26,15 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
     def run(args, kind):  # type: ignore[no-untyped-def]
         num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
         num_items = (num_rows + CHUNK - 1) // CHUNK * num_tiles
-        # where there is time to prefetch the next tile, it is claimed early; but neither the first
-        # ones nor the last: no thread may wait for another that holds two
-        num_early = num_items - num_items // 4 if num_rows > ROWS else 0
+        # the next tile is claimed early, to be prefetched; not so the last ones, and of several
+        # passes the first ones: no thread may wait for another that holds two
+        has_passes = num_rows > ROWS
+        num_early = num_items - (num_items // 4 if has_passes else 2)
         item, is_first = fetch_add(args, 1), True
         while item < num_items:
             start, number = item // num_tiles * CHUNK, item % num_tiles
             end = min(start + CHUNK, num_rows)
-            claimed = fetch_add(args, 1) if item < num_early and not is_first else -1
+            claimed = fetch_add(args, 1) if item < num_early and not (has_passes and is_first) else -1
             # where none is claimed: that of two threads that take turns, a guess on which only
             # speed depends
             following = (claimed if claimed >= 0 else item + 2) % num_tiles
