@@ -52,7 +52,7 @@ In an uninterruptible wait for a disk or a device it takes longer.
 _MAX_TICK_S = 0.25
 _TICKS_PER_TIMEOUT = 8
 _LOG_INTERVAL_S = 5.0
-"""Interval at which a long load logs its progress, besides each time it begins something else."""
+"""Seconds after which a stage of a start that lasts is logged again."""
 
 _HINT = (
     "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is just slow, raise"
@@ -92,6 +92,7 @@ class EngineProcess:
         self._hang_timeout_s, self._load_timeout_s = hang_timeout_s, load_timeout_s
         self._tick_s = min(_MAX_TICK_S, hang_timeout_s / _TICKS_PER_TIMEOUT)
         self.vitals = Vitals(max_tick_s=2 * self._tick_s, core_wait_s=lambda: core_wait_s(self.pid))
+        self._stages = _StageLog(self.vitals)
         self._config = config
         self._on_message = on_message
         self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: no other user reaches the sockets
@@ -152,7 +153,9 @@ class EngineProcess:
                 # its last message may still be in the socket
                 await asyncio.wait({self._ready}, timeout=0.5)
             if self._ready.done():
-                return self._ready.result()
+                ready = self._ready.result()
+                self._stages.end()
+                return ready
             if exited.done():
                 raise EngineDied(f"it {self.describe_end(exited.result())}; its last report: {self.vitals.doing}")
             raise EngineDied(f"it {self._hung.result()}")
@@ -231,8 +234,7 @@ class EngineProcess:
     async def _watch(self) -> None:
         """Count seconds without progress, log a load's progress, find out where a process hangs."""
         try:
-            logged, logged_s = "", time.monotonic()
-            began_s, num_messages = logged_s, 0
+            num_messages = 0
             vitals = self.vitals
             while True:
                 await asyncio.sleep(self._tick_s)
@@ -241,15 +243,7 @@ class EngineProcess:
                     vitals.note_message()
                 vitals.tick()
                 if not self._ready.done():
-                    now = time.monotonic()
-                    if vitals.what != logged:
-                        # a stage that the watcher saw end: a slow start names what it was slow at
-                        took = f" ({logged} took {now - began_s:.1f} s)" if logged else ""
-                        logger.info("the engine is %s%s", vitals.doing, took)
-                        logged, logged_s, began_s = vitals.what, now, now
-                    elif now - logged_s > _LOG_INTERVAL_S and vitals.quiet_s < _LOG_INTERVAL_S:
-                        logger.info("the engine is %s, for %.0f s now", vitals.doing, now - began_s)
-                        logged_s = now
+                    self._stages.look()
                 timeout_s = self._hang_timeout_s if self._ready.done() else self._load_timeout_s
                 if vitals.stuck_s > timeout_s:
                     self._note_hang(await self._examine(timeout_s))
@@ -352,3 +346,34 @@ def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
         if name not in _SECRETS
         and (not name.upper().startswith("LORASERVE_") or name in _KEPT or name.startswith(_KEPT_PREFIXES))
     }
+
+
+class _StageLog:
+    """Log what a starting engine does, as often as it is looked at.
+
+    A stage between two looks is missed; one that was seen is logged with its seconds once it ends,
+    which tells what a slow start was slow at.
+    """
+
+    def __init__(self, vitals: Vitals) -> None:
+        self._vitals = vitals
+        self._stage = ""
+        self._began_s = self._logged_s = time.monotonic()
+
+    def look(self) -> None:
+        """Log a stage that has begun, or that has lasted for `_LOG_INTERVAL_S` more."""
+        now, vitals = time.monotonic(), self._vitals
+        if vitals.what != self._stage:
+            self._log(f"the engine is {vitals.doing}")
+            self._stage, self._logged_s, self._began_s = vitals.what, now, now
+        elif now - self._logged_s > _LOG_INTERVAL_S and vitals.quiet_s < _LOG_INTERVAL_S:
+            logger.info("the engine is %s, for %.0f s now", vitals.doing, now - self._began_s)
+            self._logged_s = now
+
+    def end(self) -> None:
+        """Log that the engine is ready."""
+        self._log("the engine is ready")
+
+    def _log(self, what: str) -> None:
+        took = f" ({self._stage} took {time.monotonic() - self._began_s:.1f} s)" if self._stage else ""
+        logger.info("%s%s", what, took)

@@ -252,6 +252,7 @@ async def test_slow_progressing_load_is_no_hang(world: World, caplog: pytest.Log
     assert len(counts) > 5
     assert "the engine is loading shard 1 of 1, tensors" in caplog.text
     assert re.search(r"\(loading shard 1 of 1, tensors took \d+\.\d s\)", caplog.text)
+    assert re.search(r"the engine is ready \(.* took \d+\.\d s\)", caplog.text)
 
 
 async def test_engine_dying_before_ready_is_tried_three_times(world: World, caplog: pytest.LogCaptureFixture) -> None:
