@@ -29,6 +29,8 @@ class ServedPack:
 
     url: str
     key: str
+    limited_key: str
+    """Key of a tenant that may send one request a minute, to the base."""
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +46,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPack]:
     with Client(server.url, api_key=key) as client:
         for name in ADAPTERS:
             client.adapters.push(directories[name], name=name)
-    yield ServedPack(server.url, key)
+    limited_key = server.make_tenant("limited", {"requests_per_minute": 1})
+    yield ServedPack(server.url, key, limited_key)
     assert server.stop() == 0
 
 
@@ -76,7 +79,7 @@ def answers_of(request: pytest.FixtureRequest) -> Callable[[Row], tuple[ServedPa
         options = [f"--{option}" for option in row.options]
         done = subprocess.run(
             [*interpreter, served.url, served.key, *options, *row.tested],
-            env={**os.environ, "NO_COLOR": "1"},
+            env={**os.environ, "NO_COLOR": "1", "LORASERVE_LIMITED_KEY": served.limited_key},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

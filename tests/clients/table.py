@@ -32,14 +32,16 @@ FOLDED = {
     "stream_agent": "agent",
     "unknown_model": "errors",
     "context_window": "errors",
+    "rate_limit": "errors",
     "count_tokens": "chat",
     "loglikelihood": "logprobs",
+    "predict": "parse",
     "load": "completion",
     "bench": "stream",
     "sent_and_ignored": "ignored",
 }
 """Features without a column of their own, and the column that also stands for them."""
-NODE_GROUPS = ("node", "programs")
+NODE_GROUPS = ("node", "programs", "promptfoo")
 """Environments of npm's packages: libraries, and programs that a Python script starts."""
 
 
@@ -49,7 +51,7 @@ class Row:
 
     client: str
     group: str
-    """Its environment: a file of requirements, ``node`` or ``programs``."""
+    """Its environment: a file of requirements, ``node``, ``programs`` or ``promptfoo``."""
     package: str
     script: str
     features: str
@@ -82,6 +84,8 @@ class Row:
 
 
 _ALL = "chat stream call stream_call result parse stream_parse embeddings logprobs completion unknown_model"
+_PROXY = f"{_ALL} context_window rate_limit"
+_INSPECT = "chat call result parse logprobs unknown_model"
 _AGENTS = "chat stream call agent stream_agent parse stream_parse unknown_model"
 _VERCEL = f"{_ALL} agent stream_agent".replace("logprobs ", "")
 _RESPONSES = "chat stream call stream_call result parse stream_parse unknown_model"
@@ -101,6 +105,8 @@ ROWS = (
     ),
     Row("litellm `openai/`", "openai2", "litellm", "litellm_client.py", f"{_ALL} context_window"),
     Row("litellm `hosted_vllm/`", "openai2", "litellm", "litellm_client.py", f"{_ALL} context_window", ("vllm",)),
+    Row("LiteLLM proxy, `openai/`", "proxy", "litellm", "litellm_proxy.py", _PROXY, ("openai",)),
+    Row("LiteLLM proxy, `hosted_vllm/`", "proxy", "litellm", "litellm_proxy.py", _PROXY),
     Row(
         "instructor",
         "openai2",
@@ -155,6 +161,13 @@ ROWS = (
         "claude_code_client.py",
         "chat stream sent_and_ignored unknown_model",
     ),
+    Row("Continue (`cn`)", "programs", "@continuedev/cli", "continue_client.py", "chat stream agent unknown_model"),
+    Row("langgraph", "frameworks", "langgraph", "langgraph_client.py", "chat stream agent stream_agent unknown_model"),
+    Row("inspect-ai `openai-api/`", "frameworks", "inspect-ai", "inspect_client.py", _INSPECT),
+    Row("inspect-ai `vllm/`", "frameworks", "inspect-ai", "inspect_client.py", _INSPECT, ("vllm",)),
+    Row("dspy", "frameworks", "dspy", "dspy_client.py", "chat predict embeddings unknown_model"),
+    Row("crewai", "crewai", "crewai", "crewai_client.py", "chat parse predict unknown_model"),
+    Row("promptfoo", "promptfoo", "promptfoo", "promptfoo_client.py", "chat call parse unknown_model"),
     Row("guidellm", "torch", "guidellm", "guidellm_client.py", "bench"),
     Row("guidellm (completions)", "torch", "guidellm", "guidellm_client.py", "bench", ("completions",)),
     Row("TRL's client of AsyncGRPO", "torch", "trl", "trl_client.py", "load"),

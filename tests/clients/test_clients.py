@@ -97,6 +97,9 @@ def check(row: Row, feature: str, answer: Any, served: ServedPack) -> None:
         case "parse" | "stream_parse":
             jsonschema.validate(answer, QUERY)
             assert answer == json.loads(FRAME.render("json"))
+        case "predict":
+            # the prompt is the framework's own, which the pack's adapter doesn't know
+            jsonschema.validate(answer, QUERY)
         case "embeddings":
             check_embeddings(answer, served)
         case "logprobs":
@@ -123,6 +126,9 @@ def check(row: Row, feature: str, answer: Any, served: ServedPack) -> None:
             assert "absent" in answer
         case "context_window":
             assert "maximum context length is 512 tokens" in answer
+        case "rate_limit":
+            assert "1 requests per minute" in answer["message"]
+            assert 1 <= answer["retry_after_s"] <= 60
         case _:
             raise AssertionError(f"no check for {feature}")
 

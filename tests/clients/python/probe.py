@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,8 @@ TEXT_MODEL, JSON_MODEL = "sql", "json"
 MAX_TOKENS = 120
 FEATURES: dict[str, Callable[[], Any]] = {}
 URL, KEY = sys.argv[1:3]
+LIMITED_KEY = os.environ.get("LORASERVE_LIMITED_KEY", "")
+"""Key of a tenant that may send one request a minute."""
 SCRIPT_OPTIONS = {word.removeprefix("--") for word in sys.argv[3:] if word.startswith("--")}
 _ASKED = [word for word in sys.argv[3:] if not word.startswith("--")]
 BASE_URL = f"{URL}/v1"

@@ -24,18 +24,30 @@ class Exchange:
     request: dict[str, Any]
     status: int
     headers: dict[str, str] = field(default_factory=dict)
+    answer: bytes = b""
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the JSON of a stream's events."""
+        lines = [line.removeprefix("data: ") for line in self.answer.decode().splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 @contextmanager
-def relayed(url: str) -> Iterator[tuple[str, list[Exchange]]]:
-    """Listen on a free port; yield its address and the exchanges so far."""
+def relayed(url: str, added: dict[str, Any] | None = None) -> Iterator[tuple[str, list[Exchange]]]:
+    """Listen on a free port; yield its address and the exchanges so far.
+
+    Args:
+        added: fields to add to the first request.
+    """
     target, noted = urlsplit(url), list[Exchange]()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
+            if added and not noted:
+                body = json.dumps(json.loads(body) | added).encode()
             status, headers, answer = self._forward(body)
-            noted.append(Exchange(self.path, json.loads(body), status, headers))
+            noted.append(Exchange(self.path, json.loads(body), status, headers, answer))
             self._answer(status, headers, answer)
 
         def do_GET(self) -> None:
