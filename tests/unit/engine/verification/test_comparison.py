@@ -102,6 +102,15 @@ def test_effect_smaller_than_rounding_is_judged_by_size() -> None:
     assert "0.5 times the reference's" in judged(noisy, noisy + 0.5 * effect, effect, **INT8).reason
 
 
+def test_noise_of_reference_makes_no_effect_too_small() -> None:
+    noisy, effect = BASE + 0.02 * NOISE, 0.02 * EFFECT
+    found, reference = effect + 0.02 * NOISE.flip(0), effect + 0.02 * NOISE.flip(1)
+    assert judged(noisy, noisy + found, reference, **INT8).verdict == "passed"
+    assert "0 times the reference's" in judged(noisy, noisy, reference, **INT8).reason
+    # a base without rounding has none
+    assert judged(BASE, BASE + found, reference).verdict == "failed"
+
+
 def test_precision_allowed_by_operator_passes() -> None:
     adapted = BASE + EFFECT * (1 + 0.05 * NOISE)
     assert judged(BASE, adapted).verdict == "failed"
