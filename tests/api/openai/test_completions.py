@@ -38,6 +38,10 @@ async def test_a_completion_has_openai_shape(client: httpx2.AsyncClient) -> None
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            # vLLM's, which its clients read whether or not they were requested
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
     ]
     num_tokens = len("sql says 7: the quick brown fox jumps over the lazy dog") + 1
