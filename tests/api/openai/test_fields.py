@@ -84,7 +84,7 @@ async def test_prompt_keeps_start_with_truncation_side(client: httpx2.AsyncClien
     assert prompt_of(engine) == "cabc"
 
 
-async def test_chat_echoes_message_that_continues(client: httpx2.AsyncClient) -> None:
+async def test_chat_echoes_continued_message(client: httpx2.AsyncClient) -> None:
     messages = [
         {"role": "user", "content": "list"},
         {"role": "assistant", "content": [{"type": "text", "text": "To "}]},
