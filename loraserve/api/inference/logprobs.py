@@ -98,12 +98,11 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        top: dict[str, float] = {}
+        # the token itself first, as vLLM's, and also when it isn't among the likeliest
+        top = {self._text(entry.token_id): finite_logprob(entry.logprob)}
         for token_id, logprob in entry.top[:num_top]:
             # of two tokens with the same text, the likelier
             top.setdefault(self._text(token_id), finite_logprob(logprob))
-        # the sampled token is there even when it isn't among the likeliest
-        top.setdefault(self._text(entry.token_id), finite_logprob(entry.logprob))
         return top
 
     def _text(self, token_id: int) -> str:

@@ -68,14 +68,15 @@ class _ChatCompletion(ChatAnswer):
         message |= {
             "choices": [_choice(choice, body, self._echo) for choice in turn.choices],
             "usage": turn.usage.as_dict(),
-            # vLLM's clients read them whether or not they were requested
-            **{"prompt_logprobs": None, "prompt_token_ids": None},
+            # vLLM's clients read both whether or not they were requested
+            "prompt_logprobs": None,
+            "prompt_token_ids": list(turn.prompt.token_ids) if body.return_token_ids else None,
         }
         if body.prompt_logprobs is not None:
             # the same for every choice
             entries = turn.choices[0].prompt_logprobs
             message["prompt_logprobs"] = prompt_logprobs(turn.context.tokenizer, entries, body.prompt_logprobs)
-        return message | ({"prompt_token_ids": list(turn.prompt.token_ids)} if body.return_token_ids else {})
+        return message
 
     def opening(self) -> bytes:
         turn = self.turn

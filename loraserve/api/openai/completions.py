@@ -288,7 +288,9 @@ class _Choice:
             "finish_reason": parts[-1]["finish_reason"],
             "stop_reason": parts[-1]["stop_reason"],
             # vLLM's clients read them whether or not they were requested
-            **{"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None},
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
         if self.body.prompt_logprobs is not None:
             entries, num_top = self.chunks[0].prompt_logprobs, self.body.prompt_logprobs
