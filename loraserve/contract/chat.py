@@ -60,7 +60,7 @@ class ChatChoice(Result):
     finish_reason: Annotated[str | None, one_of("stop", "length", "tool_calls")] = None
     stop_reason: int | str | None = None
     """The stop token or string that ended it, or ``timeout``."""
-    token_ids: Annotated[list[int] | None, OPTIONAL, ALWAYS] = None
+    token_ids: list[int] | None = None
     """Tokens of the answer; only with return_token_ids."""
 
 
@@ -75,9 +75,9 @@ class ChatCompletion(Result):
     """The base and its arithmetic: where it differs, the same seed may give another answer."""
     choices: list[ChatChoice]
     usage: Annotated[Usage | None, ALWAYS] = None
-    prompt_token_ids: Annotated[list[int] | None, OPTIONAL, ALWAYS] = None
+    prompt_token_ids: list[int] | None = None
     """Tokens of the prompt; only with return_token_ids."""
-    prompt_logprobs: Annotated[list[dict[str, PromptLogprob] | None] | None, OPTIONAL] = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     """Log probabilities of the prompt's tokens, by id; only if asked for."""
 
 

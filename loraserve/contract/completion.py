@@ -33,10 +33,10 @@ class CompletionChoice(Result):
     finish_reason: Annotated[str | None, one_of("stop", "length")] = None
     stop_reason: int | str | None = None
     """The stop token or string that ended it, or ``timeout``."""
-    token_ids: Annotated[list[int] | None, OPTIONAL, ALWAYS] = None
+    token_ids: list[int] | None = None
     """Tokens of the answer; only with return_token_ids, as `prompt_token_ids`."""
-    prompt_token_ids: Annotated[list[int] | None, OPTIONAL, ALWAYS] = None
-    prompt_logprobs: Annotated[list[dict[str, PromptLogprob] | None] | None, OPTIONAL] = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     """Log probabilities of the prompt's tokens, by id; only if asked for."""
 
 

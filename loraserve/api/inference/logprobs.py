@@ -98,12 +98,11 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        top: dict[str, float] = {}
+        # the token itself first, as vLLM's, and also when it isn't among the likeliest
+        top = {self._text(entry.token_id): finite_logprob(entry.logprob)}
         for token_id, logprob in entry.top[:num_top]:
             # of two tokens with the same text, the likelier
             top.setdefault(self._text(token_id), finite_logprob(logprob))
-        # the sampled token is there even when it isn't among the likeliest
-        top.setdefault(self._text(entry.token_id), finite_logprob(entry.logprob))
         return top
 
     def _text(self, token_id: int) -> str:
@@ -131,20 +130,31 @@ def join_logprobs(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int, *, as_ids: bool = False
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int, *, has_own: bool = False, as_ids: bool = False
 ) -> list[dict[str, Any]]:
     """``content`` of a chat choice's logprobs.
 
     Args:
+        has_own: whether the request names the tokens that are shown with each; then the token
+            itself comes before them, unless it is one of them.
         as_ids: whether tokens are shown as ``token_id:7``.
     """
     return [
         {
             **_chat_token(tokenizer, entry.token_id, entry.logprob, as_ids),
-            "top_logprobs": [_chat_token(tokenizer, *candidate, as_ids) for candidate in entry.top[:num_top]],
+            "top_logprobs": [
+                _chat_token(tokenizer, *candidate, as_ids) for candidate in _candidates(entry, num_top, has_own)
+            ],
         }
         for entry in entries
     ]
+
+
+def _candidates(entry: TokenLogprobs, num_top: int, has_own: bool) -> Sequence[tuple[int, float]]:
+    shown = entry.top[:num_top]
+    if not has_own or any(token_id == entry.token_id for token_id, _ in shown):
+        return shown
+    return ((entry.token_id, entry.logprob), *shown)
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:

@@ -35,6 +35,12 @@ def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]
     return [reader.read(message, f"messages.{index}") for index, message in enumerate(value)]
 
 
+def last_answer(messages: Sequence[dict[str, Any]]) -> str:
+    """Return the last checked message's text if it is the assistant's, otherwise no text."""
+    last = messages[-1]
+    return _read_content(last, "assistant", "messages") if last["role"] == "assistant" else ""
+
+
 class RoleProbe:
     """Same messages with marks in the place of their contents, to see which a template writes.
 

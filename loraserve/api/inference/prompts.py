@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loraserve.api.inference.messages import RoleProbe, read_messages
-from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
+from loraserve.api.inference.sampling import PromptCut, check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
@@ -55,18 +55,18 @@ class PromptReader:
         """The bound of the ids that a prompt may have."""
         return self.tokenizer.num_ids(self.services.engine.base.vocab_size)
 
-    async def prompts(self, value: object, *, add_special_tokens: bool, keep: int | None = None) -> list[Prompt]:
+    async def prompts(self, value: object, *, add_special_tokens: bool, cut: PromptCut | None = None) -> list[Prompt]:
         """Read the prompts of ``str | [str] | [int] | [[int]]``, in order.
 
         Args:
-            keep: tokens of each prompt's end that are kept; None: all, which have to fit.
+            cut: tokens of each prompt that are kept; None: all, which have to fit.
 
         Raises:
             InvalidRequest: it is none of these, or empty, or has ids that the model doesn't have.
             PayloadTooLarge: the text is over `limits.max_prompt_bytes`.
             ContextLengthExceeded: a text can't be short enough, whatever its tokens.
         """
-        return await self.run(lambda: _read_prompts(value, self, add_special_tokens, keep))
+        return await self.run(lambda: _read_prompts(value, self, add_special_tokens, cut))
 
     async def chat(
         self,
@@ -79,7 +79,7 @@ class PromptReader:
         tool_use: ToolUse | None = None,
         is_bounded: bool = True,
         continues_last: bool = False,
-        keep: int | None = None,
+        cut: PromptCut | None = None,
     ) -> Prompt:
         """Render the prompt that the model's chat template makes of `messages`.
 
@@ -88,7 +88,7 @@ class PromptReader:
             tool_use: tools that the template shows to the model.
             is_bounded: whether it has to fit the context.
             continues_last: whether it ends with the last message's text, which is continued.
-            keep: tokens of its end that are kept; None: all.
+            cut: tokens of it that are kept; None: all.
 
         Raises:
             InvalidRequest: a message is wrong, or the template refuses them.
@@ -132,10 +132,10 @@ class PromptReader:
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
-            if is_bounded and keep is None:
+            if is_bounded and cut is None:
                 _check_fits(text, self, "messages")
             token_ids = self.tokenizer.encode(text, add_special_tokens)
-            kept = _kept(token_ids, keep)
+            kept = _kept(token_ids, cut)
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
         if isinstance(template, VersionTemplate):
@@ -188,30 +188,29 @@ class PromptReader:
         return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
 
 
-def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool, keep: int | None) -> list[Prompt]:
+def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool, cut: PromptCut | None) -> list[Prompt]:
     services = reader.services
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts:
-        _check_length(texts, services, keep)
+        _check_length(texts, services, cut)
         if all(_is_token_id(item) for item in texts):
-            return [_from_token_ids(_kept(texts, keep), reader.num_ids, "prompt")]
+            return [_from_token_ids(_kept(texts, cut), reader.num_ids, "prompt")]
         if all(isinstance(item, str) for item in texts):
             names = ["prompt"] if isinstance(value, str) else [f"prompt.{index}" for index in range(len(texts))]
             _check_bytes(sum(len(text.encode()) for text in texts), "prompt")
             # all of them, before any takes time
             for text, name in zip(texts, names, strict=True):
-                if keep is None:
+                if cut is None:
                     _check_fits(text, reader, name)
             return [
-                _from_text(text, reader, add_special_tokens, keep, name)
-                for text, name in zip(texts, names, strict=True)
+                _from_text(text, reader, add_special_tokens, cut, name) for text, name in zip(texts, names, strict=True)
             ]
         if all(isinstance(item, list) and item for item in texts):
             for item in texts:
-                _check_length(item, services, keep)
+                _check_length(item, services, cut)
             if all(_is_token_id(id_) for item in texts for id_ in item):
                 return [
-                    _from_token_ids(_kept(item, keep), reader.num_ids, f"prompt.{index}")
+                    _from_token_ids(_kept(item, cut), reader.num_ids, f"prompt.{index}")
                     for index, item in enumerate(texts)
                 ]
     raise InvalidRequest(
@@ -257,9 +256,9 @@ def _check_fits(text: str, reader: PromptReader, param: str) -> None:
         )
 
 
-def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, keep: int | None, param: str) -> Prompt:
+def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, cut: PromptCut | None, param: str) -> Prompt:
     whole = reader.tokenizer.encode(text, add_special_tokens)
-    token_ids = _kept(whole, keep)
+    token_ids = _kept(whole, cut)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
     # The tokenizer may have tokens that were added after the model was trained, and that its logits
@@ -268,9 +267,8 @@ def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, keep: 
     return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)
 
 
-def _kept(token_ids: list[int], keep: int | None) -> list[int]:
-    """Keep the prompt's end."""
-    return token_ids if keep is None else token_ids[-keep:]
+def _kept(token_ids: list[int], cut: PromptCut | None) -> list[int]:
+    return token_ids if cut is None else cut.apply(token_ids)
 
 
 def _from_token_ids(token_ids: list[int], vocab_size: int, param: str) -> Prompt:
@@ -278,10 +276,10 @@ def _from_token_ids(token_ids: list[int], vocab_size: int, param: str) -> Prompt
     return Prompt(tuple(token_ids), None)
 
 
-def _check_length(value: list[Any], services: Services, keep: int | None) -> None:
+def _check_length(value: list[Any], services: Services, cut: PromptCut | None) -> None:
     """Check the number of items before looking at each: a body may have a million."""
     is_tokens = _is_token_id(value[0])
-    if is_tokens and keep is None and len(value) > services.engine.base.max_model_len:
+    if is_tokens and cut is None and len(value) > services.engine.base.max_model_len:
         choose_max_tokens(1, None, len(value), services.engine.base, "prompt")
     if not is_tokens and len(value) > LIMITS.max_prompts:
         raise InvalidRequest(f"prompt has more than {LIMITS.max_prompts} prompts.", param="prompt")

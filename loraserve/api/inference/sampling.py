@@ -21,7 +21,21 @@ from loraserve.types import BaseSpec, SamplingParams, ThinkingBudget
 ALL_THE_ROOM = -1
 """`max_tokens` of an answer that may be as long as the context has room for."""
 _MIN_TOP_P = 1e-9
+_MAX_NAMED_KEYS = 4
+"""Ids in `logit_bias` that its error names."""
 _MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCut:
+    """Number of a prompt's tokens that are kept, at its end or at its start."""
+
+    num_tokens: int
+    keeps_end: bool = True
+
+    def apply(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens that are kept."""
+        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +162,8 @@ def cache_ttl_s(sampling: Sampling) -> float | None:
     return float(ttl)
 
 
-def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int | None:
-    """Compute how many tokens of the prompt's end `truncate_prompt_tokens` keeps; None: all.
+def read_cut(body: InferenceBody, asked: int | None, base: BaseSpec) -> PromptCut | None:
+    """Read which tokens of the prompt `truncate_prompt_tokens` keeps; None: all.
 
     Args:
         asked: tokens that the answer may have; None: as many as there is room for.
@@ -160,13 +174,14 @@ def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int |
     keep = body.truncate_prompt_tokens
     if keep is None:
         return None
+    keeps_end = body.truncation_side == "left"
     if keep == -1:
-        return max(1, base.max_model_len - max(1, asked or 0))
+        return PromptCut(max(1, base.max_model_len - max(1, asked or 0)), keeps_end)
     if not 1 <= keep <= base.max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens should be -1, or from 1 to {base.max_model_len}.", param="truncate_prompt_tokens"
         )
-    return keep
+    return PromptCut(keep, keeps_end)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -232,16 +247,25 @@ def _read_logit_bias(value: object, vocab_size: int) -> dict[int, float]:
     if len(value) > LIMITS.max_logit_bias:
         raise InvalidRequest(f"logit_bias has more than {LIMITS.max_logit_bias} entries.", param="logit_bias")
     biases: dict[int, float] = {}
+    wrong = [key for key in value if not _is_token_key(key, vocab_size)]
+    if wrong:
+        # an error repeats no text of the body's
+        ids = [key for key in wrong if key.isascii() and key.isdigit() and len(key) < 20][:_MAX_NAMED_KEYS]
+        named = f", such as {', '.join(ids)}" if ids else ""
+        raise InvalidRequest(
+            f"logit_bias has a key that is not a token of this model{named}: "
+            f"it has {vocab_size}, of ids from 0 to {vocab_size - 1}.",
+            param="logit_bias",
+        )
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
-            raise InvalidRequest(
-                f"logit_bias has a key that is not a token of this model: ids go from 0 to {vocab_size - 1}.",
-                param="logit_bias",
-            )
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise InvalidRequest("logit_bias should have numbers from -100 to 100.", param="logit_bias")
         biases[int(key)] = float(bias)
     return biases
+
+
+def _is_token_key(key: str, vocab_size: int) -> bool:
+    return key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size
 
 
 def _read_stop(value: object) -> tuple[str, ...]:

@@ -130,6 +130,8 @@ class InferenceBody(SamplingBody):
     max_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
     """-1: as many as there is room for."""
     return_token_ids: bool = False
+    truncation_side: Literal["left", "right"] = "left"
+    """End of a prompt longer than `truncate_prompt_tokens` that is cut off."""
     cache: Annotated[Any, WithJsonSchema(_CACHE)] = None
     """Whether the answer may be one that was kept, and be kept: read by `sampling`."""
     prompt_logprobs: Annotated[int | None, _NOT_ALL] = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
@@ -209,7 +211,8 @@ class ChatBody(InferenceBody):
     thinking: Any = None
     enable_thinking: bool | None = None
     think: Any = None
-    echo: Literal[False] = False
+    echo: bool = False
+    """The answer begins with the last message's text, if that is the assistant's."""
 
     def synonyms(self) -> Mapping[str, Mapping[str, object]]:
         found = super().synonyms()

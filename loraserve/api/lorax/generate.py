@@ -19,7 +19,7 @@ from loraserve.api.inference.context import InferenceContext, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
+from loraserve.api.inference.sampling import PromptCut, choose_max_tokens, read_sampling
 from loraserve.api.lorax.schemas import GenerateBody, GenerateParameters, check_parameters, completion_body
 from loraserve.api.lorax.sequence import Sequence
 from loraserve.api.services import services_of
@@ -103,7 +103,8 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
         )
     reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)
     with _in_inputs():
-        prompts = await reader.prompts(body.inputs, add_special_tokens=True, keep=parameters.truncate)
+        cut = None if parameters.truncate is None else PromptCut(parameters.truncate)
+        prompts = await reader.prompts(body.inputs, add_special_tokens=True, cut=cut)
         num_prompt_tokens = len(prompts[0].token_ids)
         max_tokens = [choose_max_tokens(asked.max_tokens, None, num_prompt_tokens, base, "inputs")]
     admitted = reserve(request, prompts, max_tokens, asked.n, is_bounded=asked.max_tokens is not None)

@@ -13,6 +13,7 @@ from loraserve.api.inference.chat.choice import ChatChoice
 from loraserve.api.inference.chat.turn import ChatAnswer, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.logprobs import prompt_logprobs
+from loraserve.api.inference.messages import last_answer
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.tenancy.identity.auth import Caller
@@ -55,6 +56,7 @@ class _ChatCompletion(ChatAnswer):
     def __init__(self, turn: ChatTurn) -> None:
         super().__init__(turn)
         self._options = turn.body.stream_options
+        self._echo = last_answer(turn.body.messages) if turn.body.echo else ""
         self._frames: dict[int, bytes] = {}
         """Choice → frame of its events that add text alone."""
         has_running_usage = self._options.include_usage and self._options.continuous_usage_stats
@@ -63,16 +65,25 @@ class _ChatCompletion(ChatAnswer):
     def whole(self) -> dict[str, Any]:
         turn, body = self.turn, self.turn.body
         message = _head(turn, "chat.completion")
-        message |= {"choices": [_choice(choice, body) for choice in turn.choices], "usage": turn.usage.as_dict()}
+        message |= {
+            "choices": [_choice(choice, body, self._echo) for choice in turn.choices],
+            "usage": turn.usage.as_dict(),
+            # vLLM's clients read both whether or not they were requested
+            "prompt_logprobs": None,
+            "prompt_token_ids": list(turn.prompt.token_ids) if body.return_token_ids else None,
+        }
         if body.prompt_logprobs is not None:
             # the same for every choice
             entries = turn.choices[0].prompt_logprobs
             message["prompt_logprobs"] = prompt_logprobs(turn.context.tokenizer, entries, body.prompt_logprobs)
-        return message | ({"prompt_token_ids": list(turn.prompt.token_ids)} if body.return_token_ids else {})
+        return message
 
     def opening(self) -> bytes:
         turn = self.turn
-        return b"".join(event(_payload(turn, _opening(turn, choice))) for choice in turn.choices)
+        parts = [_opening(turn, choice) for choice in turn.choices]
+        if self._echo:
+            parts += [_delta_part(choice.index, {"content": self._echo}) for choice in turn.choices]
+        return b"".join(event(_payload(turn, part)) for part in parts)
 
     def render(self, index: int, chunk: Chunk) -> bytes:
         choice = self.turn.choices[index]
@@ -94,22 +105,20 @@ class _ChatCompletion(ChatAnswer):
         return event(_head(self.turn, _CHUNK) | {"choices": [], "usage": self.turn.usage.as_dict()})
 
 
-def _choice(choice: ChatChoice, body: ChatBody) -> dict[str, Any]:
-    """Return the choice in one piece."""
-    whole: dict[str, Any] = {
+def _choice(choice: ChatChoice, body: ChatBody, echo: str) -> dict[str, Any]:
+    """Return the choice in one piece, its text behind the echo."""
+    return {
         "index": choice.index,
-        "message": _message(choice),
+        "message": _message(choice, echo),
         "logprobs": _logprobs(choice.logprobs, body),
         "finish_reason": _finish_reason(choice),
         "stop_reason": choice.stop_reason,
+        "token_ids": choice.token_ids if body.return_token_ids else None,
     }
-    if body.return_token_ids:
-        whole["token_ids"] = choice.token_ids
-    return whole
 
 
-def _message(choice: ChatChoice) -> dict[str, Any]:
-    content: str | None = choice.text
+def _message(choice: ChatChoice, echo: str) -> dict[str, Any]:
+    content: str | None = echo + choice.text
     reasoning = choice.reasoning
     if not content and (choice.calls or reasoning):
         content = None

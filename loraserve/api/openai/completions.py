@@ -27,7 +27,7 @@ from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.logprobs import CompletionLogprobs, finite_logprob, join_logprobs, prompt_logprobs
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import ALL_THE_ROOM, cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
+from loraserve.api.inference.sampling import ALL_THE_ROOM, cache_ttl_s, choose_max_tokens, read_cut, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import Services, services_of
@@ -71,8 +71,8 @@ async def create_completion(
     reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)
     default_max_tokens = model.defaults.max_tokens(DEFAULT_MAX_TOKENS) or DEFAULT_MAX_TOKENS
     wanted_tokens = default_max_tokens if body.max_tokens is None else body.max_tokens
-    keep = kept_tokens(body, None if wanted_tokens == ALL_THE_ROOM else wanted_tokens, base)
-    prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
+    cut = read_cut(body, None if wanted_tokens == ALL_THE_ROOM else wanted_tokens, base)
+    prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, cut=cut)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
     is_ranked = body.n > asked.n
@@ -287,6 +287,10 @@ class _Choice:
             "logprobs": None,
             "finish_reason": parts[-1]["finish_reason"],
             "stop_reason": parts[-1]["stop_reason"],
+            # vLLM's clients read them whether or not they were requested
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
         if self.body.prompt_logprobs is not None:
             entries, num_top = self.chunks[0].prompt_logprobs, self.body.prompt_logprobs
@@ -302,4 +306,4 @@ class _Choice:
         prompt = self.context.prompt_of(self.index)
         if prompt.text is not None:
             return prompt.text
-        return self.context.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)
+        return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)

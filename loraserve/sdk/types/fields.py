@@ -63,6 +63,7 @@ class SamplingFields(TypedDict, total=False):
     return_tokens_as_token_ids: bool | None
     prompt_logprobs: int | None
     truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"] | None
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
     thinking_token_budget: int | None
@@ -84,6 +85,7 @@ class ChatFields(SamplingFields, total=False):
     parallel_tool_calls: bool | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+    echo: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -147,6 +147,7 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
     ("prompt_logprobs of a stream", chat(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", "invalid_value"),
     ("nothing of the prompt", completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens", "invalid_value"),
     ("more than fits", chat(truncate_prompt_tokens=257), 400, "truncate_prompt_tokens", "invalid_value"),
+    ("truncation at a third end", completion(truncation_side=MARK), 400, "truncation_side", "invalid_value"),
     ("truncation -2", completion(truncate_prompt_tokens=-2), 400, "truncate_prompt_tokens", "invalid_value"),
     ("allowed past the width", completion(allowed_token_ids=[1, 260]), 400, "allowed_token_ids.1", "invalid_value"),
     ("allowed of strings", completion(allowed_token_ids=[MARK]), 400, "allowed_token_ids.0", "invalid_value"),
@@ -205,7 +206,6 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
         for name, value in {
             "suffix": MARK,
             "logits_processors": [MARK],
-            "truncation_side": "right",
             "tools": [{"type": "function"}],
             "use_beam_search": True,
             "typical_p": 0.5,

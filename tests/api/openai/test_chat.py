@@ -33,8 +33,11 @@ async def test_a_chat_has_openai_shape(client: httpx2.AsyncClient) -> None:
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
+            "token_ids": None,
         }
     ]
+    # vLLM's, which its clients read whether or not they were requested
+    assert body["prompt_logprobs"] is body["prompt_token_ids"] is None
     assert body["usage"]["completion_tokens"] == 10
 
 

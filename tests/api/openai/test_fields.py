@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -71,6 +72,38 @@ async def test_the_end_of_a_long_prompt_is_kept(client: httpx2.AsyncClient, engi
     assert prompt_of(engine) == "abc\n<|assistant|>"
 
 
+async def test_prompt_keeps_start_with_truncation_side(client: httpx2.AsyncClient, engine: Any) -> None:
+    cut = {"truncate_prompt_tokens": 4, "truncation_side": "right"}
+    await complete(client, prompt=[*range(60)] * 10, **cut)
+    assert engine.seen[-1].prompt_token_ids == (0, 1, 2, 3)
+    await chat(client, ("user", "abc" * 200), **cut)
+    assert prompt_of(engine) == "<|user|>abc"
+    await complete(client, prompt="abc" * 200, **{**cut, "truncate_prompt_tokens": -1}, max_tokens=56)
+    assert prompt_of(engine) == ("abc" * 200)[:200]
+    await complete(client, prompt="abc" * 200, **{**cut, "truncation_side": "left"})
+    assert prompt_of(engine) == "cabc"
+
+
+async def test_chat_echoes_continued_message(client: httpx2.AsyncClient) -> None:
+    messages = [
+        {"role": "user", "content": "list"},
+        {"role": "assistant", "content": [{"type": "text", "text": "To "}]},
+    ]
+    body = {"model": "sql", "messages": messages, "continue_final_message": True, "echo": True, "max_tokens": 3}
+    whole = (await client.post("/v1/chat/completions", json={**body, "n": 2})).json()
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["To sql", "To sql"]
+    deltas = [
+        event["choices"][0]["delta"]
+        for event in _events(await client.post("/v1/chat/completions", json={**body, "stream": True}))
+    ]
+    assert deltas[:2] == [{"role": "assistant", "content": ""}, {"content": "To "}]
+    assert "".join(delta.get("content", "") for delta in deltas) == "To sql"
+    # a question isn't repeated
+    question = {**body, "messages": messages[:1], "continue_final_message": False}
+    asked = (await client.post("/v1/chat/completions", json=question)).json()
+    assert asked["choices"][0]["message"]["content"] == "sql"
+
+
 async def test_tokens_are_restricted_by_id_and_by_word(client: httpx2.AsyncClient, engine: Any) -> None:
     encode = engine.tokenizer.encode
     for ask in (complete, chat):
@@ -98,7 +131,7 @@ async def test_the_prompts_log_probabilities_are_by_id(client: httpx2.AsyncClien
     assert [entry["rank"] for entry in second.values()] == [1, 2, None]
     whole = await chat(client, prompt_logprobs=0)
     assert [entry is None for entry in whole["prompt_logprobs"]][:2] == [True, False]
-    assert "prompt_logprobs" not in await chat(client)
+    assert (await chat(client))["prompt_logprobs"] is None
     both = (await complete(client, prompt_logprobs=3, echo=True, logprobs=1))["choices"][0]
     # the token itself beside those that were asked for
     assert {len(top) for top in both["logprobs"]["top_logprobs"] if top is not None} == {2}
@@ -348,3 +381,8 @@ async def test_thinking_budget_needs_markers_of_reasoning(
             error = (await client.post(f"/v1/{path}", json={**body, "thinking_token_budget": 4})).json()["error"]
             assert (error["code"], error["param"]) == ("unsupported_parameter", "thinking_token_budget")
             assert words in error["message"]
+
+
+def _events(response: httpx2.Response) -> list[dict[str, Any]]:
+    lines = response.text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]

@@ -71,6 +71,7 @@ def test_unknown_and_missing_fields_are_faults() -> None:
         "model": "m",
         "system_fingerprint": "f",
         "choices": [],
+        **{"prompt_token_ids": None, "prompt_logprobs": None},
     }
     (missing,) = faults_of(ChatCompletion, chat)
     assert "'usage' is a required property" in missing

@@ -114,6 +114,7 @@ class ChatChoice:
             self._context.tokenizer,
             chunk.logprobs,
             len(self._body.logprob_token_ids) or self._body.top_logprobs,
+            has_own=bool(self._body.logprob_token_ids),
             as_ids=self._body.return_tokens_as_token_ids,
         )
 

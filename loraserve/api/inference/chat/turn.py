@@ -31,7 +31,7 @@ from loraserve.api.inference.sampling import (
     Sampling,
     cache_ttl_s,
     choose_max_tokens,
-    kept_tokens,
+    read_cut,
     read_sampling,
 )
 from loraserve.api.inference.schemas import ChatBody
@@ -125,7 +125,7 @@ class ChatPrompt:
             bad_words=bad_words,
             defaults=model.defaults,
         )
-        keep = kept_tokens(body, asked, base)
+        cut = read_cut(body, asked, base)
         if text is None:
             prompt = await reader.chat(
                 body.messages,
@@ -136,10 +136,10 @@ class ChatPrompt:
                 tool_use=tool_use,
                 is_bounded=is_bounded,
                 continues_last=body.continue_final_message,
-                keep=keep,
+                cut=cut,
             )
         else:
-            (prompt,) = await reader.prompts(text, add_special_tokens=True, keep=keep)
+            (prompt,) = await reader.prompts(text, add_special_tokens=True, cut=cut)
         check_num_candidates([prompt], sampling)
         budget = body.thinking_token_budget
         budget = thinking.budget(chat_format) if budget is None else budget
