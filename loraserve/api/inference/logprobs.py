@@ -101,7 +101,7 @@ class CompletionLogprobs:
         # the token itself first, as vLLM's, and also when it isn't among the likeliest
         top = {self._text(entry.token_id): finite_logprob(entry.logprob)}
         for token_id, logprob in entry.top[:num_top]:
-            # of two tokens with the same text, the likelier
+            # of two others with the same text, the likelier
             top.setdefault(self._text(token_id), finite_logprob(logprob))
         return top
 

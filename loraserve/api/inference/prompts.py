@@ -26,6 +26,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str | None
     """Text of the prompt; None: the caller gave tokens, or not all of the text is kept."""
+    is_cut_text: bool = False
+    """Whether it is a part of a text, with special tokens that the tokenizer may have added."""
 
     def end_text(self, tokenizer: Tokenizer) -> str:
         """Decode the text, or its end: markers of reasoning there decide how the answer begins."""
@@ -264,7 +266,8 @@ def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, cut: P
     # The tokenizer may have tokens that were added after the model was trained, and that its logits
     # lack.
     check_token_ids(token_ids, reader.num_ids, param)
-    return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)
+    is_cut = len(token_ids) < len(whole)
+    return Prompt(tuple(token_ids), None if is_cut else text, is_cut)
 
 
 def _kept(token_ids: list[int], cut: PromptCut | None) -> list[int]:

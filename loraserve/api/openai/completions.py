@@ -306,4 +306,4 @@ class _Choice:
         prompt = self.context.prompt_of(self.index)
         if prompt.text is not None:
             return prompt.text
-        return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=prompt.is_cut_text)

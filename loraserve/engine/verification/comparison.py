@@ -185,11 +185,11 @@ def judge(
     - the effect, which the adapter adds to the base's logits, over all tokens and at each token:
       rms error ≤ floor + 4 · (rms difference of the base, or half the spread's) + ε · (rms effect);
     - the size of the effect as a multiple of the reference's: |multiple - 1| ≤ ε + 8 standard
-      errors (from its scatter over the tokens) + (noise / rms effect)² + floor / (rms effect).
-      Rounding averages out here, so effects show that single logits hide; but noise of the
-      reference itself makes the multiple smaller. It is the base's, and no more than half of the
-      squares of the effect's error: an adapter that is missing or has another scale has an error,
-      and no scatter.
+      errors (from its scatter over the tokens) + floor / (rms effect). Rounding averages out here,
+      so effects show that single logits hide. But noise of the reference itself makes the multiple
+      smaller, by its part of the effect's squares: so much less is allowed. It is no more than the
+      base's noise, and than what the scatter shows: an adapter that is missing, negated or has
+      another scale has an error, and no scatter.
 
     ε is 0.001 for float32, 0.01 for float16 and 0.03 for bfloat16, plus ten times the adapter's
     precision loss; the floor is 0.00001, 0.00025 and 0.001 of the largest logit.
@@ -420,11 +420,14 @@ class _Bounds:
             return ""
         multiple = float(one.product.sum() / squares.sum())
         error = float((one.product - multiple * squares).square().sum().sqrt() / squares.sum())
-        effect_rms, noise_rms = self._rms(squares), min(self._rms(one.error) / math.sqrt(2), self._noise.rms)
-        # the reference's effect has noise of its own, which the engine's doesn't repeat
-        shrinkage = (noise_rms / effect_rms) ** 2
+        lost, effect_rms = 1 - multiple, self._rms(squares)
         # rounding may leave nothing of a small effect
-        if abs(multiple - 1) <= self._epsilon + 8 * error + shrinkage + self._floor / effect_rms:
+        allowed = self._epsilon + 8 * error + self._floor / effect_rms
+        # The reference's effect has noise of its own, which the engine's doesn't repeat. What isn't
+        # a multiple of it is twice that noise's part of its squares, less the square of that part.
+        scatter = float(one.error.sum() / squares.sum()) - lost**2
+        shrinkage = min(1 - math.sqrt(max(0.0, 1 - max(0.0, scatter))), (self._noise.rms / effect_rms) ** 2)
+        if -allowed <= lost <= allowed + shrinkage:
             return ""
         return (
             f"Its change of the base's logits is {multiple:.4g} times the reference's"

@@ -22,6 +22,7 @@ from loraserve.model.layers.quantized_linears import G32Linear
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve_kernels.common.modules import COLUMNS, MODULE_INDEX, SITES
 from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import GROUP, DotWeight, GroupDotWeight, full_bias_of
 from loraserve_kernels.cpu.linear.g32_dot import G32Weight
@@ -299,6 +300,7 @@ class StepKernels:
             k.SCALES: weight.scales.data_ptr(),
             k.NUM_TILES: weight.codes.shape[0],
             k.BIAS: full_bias.data_ptr(),
+            k.MAX_THREADS: threads.num_threads(),
         }
         if isinstance(weight, DotWeight):
             element_bytes = 4 // k.DOT_INPUTS

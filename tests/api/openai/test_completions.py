@@ -162,6 +162,20 @@ async def test_echo_of_tokens_returns_text(client: httpx2.AsyncClient, engine: A
     assert (await complete(client, prompt=prompt, echo=True, max_tokens=1)).json()["choices"][0]["text"] == "é!s"
 
 
+async def test_echo_of_cut_text_has_no_added_token(
+    client: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, added = engine.tokenizer.encode, min(engine.tokenizer.special_token_ids)
+
+    def encode_with_added(text: str, add_special_tokens: bool = True) -> list[int]:
+        return [added] * add_special_tokens + encode(text, False)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", encode_with_added)
+    cut = {"truncate_prompt_tokens": 5, "truncation_side": "right"}
+    response = await complete(client, prompt="listing", echo=True, max_tokens=1, **cut)
+    assert response.json()["choices"][0]["text"] == "lists"
+
+
 async def test_logprobs_are_parallel_lists(client: httpx2.AsyncClient) -> None:
     logprobs = (await complete(client, logprobs=2, max_tokens=3)).json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["s", "q", "l"]

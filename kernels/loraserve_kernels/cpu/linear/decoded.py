@@ -433,8 +433,11 @@ def _compiled(kind: str) -> tuple[Callable[[int], None], int, Any]:
 
 def run(kernel: str, args: Any, num_products: int) -> None:
     """Run a kernel, by its name, on an argument block; small ones on this thread alone."""
+    from loraserve_kernels.cpu.linear.tiles import tile
+
     call, address, _ = _compiled(kernel)
     num_threads = threads.num_threads() if num_products >= _MIN_PARALLEL_WEIGHTS else 1
+    args[tile.MAX_THREADS] = num_threads
     threads.run(call, address, args.ctypes.data, num_threads)
 
 

@@ -173,7 +173,7 @@ def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None, num_outlier
     y = torch.empty(codes.shape[0], num_channels)
     full_bias = decoded.full_bias_of(bias, num_channels)
     args = np.zeros(tile.NUM_WORDS, dtype=np.int64)
-    args[tile.X :] = (
+    args[tile.X : tile.MAX_THREADS] = (
         codes.data_ptr(),
         codes.stride(0),
         codes.shape[0],

@@ -106,7 +106,9 @@ def test_noise_of_reference_makes_no_effect_too_small() -> None:
     noisy, effect = BASE + 0.02 * NOISE, 0.02 * EFFECT
     found, reference = effect + 0.02 * NOISE.flip(0), effect + 0.02 * NOISE.flip(1)
     assert judged(noisy, noisy + found, reference, **INT8).verdict == "passed"
-    assert "0 times the reference's" in judged(noisy, noisy, reference, **INT8).reason
+    for multiple in (-1, 0, 0.5, 3):
+        wrong = judged(noisy, noisy + multiple * reference, reference, **INT8)
+        assert f"{multiple} times the reference's" in wrong.reason
     # a base without rounding has none
     assert judged(BASE, BASE + found, reference).verdict == "failed"
 

@@ -12,7 +12,7 @@ from loraserve_kernels.cpu.simd import FEATURES, LANES
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
 CLAIMED, X, X_STRIDE, NUM_ROWS, Y, Y_STRIDE, CODES, TILE_BYTES = 0, 8, 9, 10, 11, 12, 13, 14
-SCALES, SCALE_STRIDE, ZEROS, ZERO_STRIDE, BIAS, WIDTH, GROUP, NUM_TILES, NUM_WORDS = 15, 16, 17, 18, 19, 20, 21, 22, 27
+SCALES, SCALE_STRIDE, ZEROS, ZERO_STRIDE, BIAS, WIDTH, GROUP, NUM_TILES, NUM_WORDS = 15, 16, 17, 18, 19, 20, 21, 22, 28
 SUM_STARTS, ROW_SCALES, DOT_BIAS = GROUP, ZEROS, BIAS
 """int8 by int8: each channel's first sum, [channels] int32; the rows' scales, [rows] float32."""
 GROUP_STARTS, START_STRIDE, GROUP_ZEROS = 23, ZERO_STRIDE, 24
@@ -23,6 +23,8 @@ OUTLIERS, NUM_OUTLIERS = 25, 26
 """Inputs that are multiplied as they are, where groups of inputs have scales: [rows, outliers]
 pairs of float32, the input's number and its value; their number in a row.
 """
+MAX_THREADS = 27
+"""Threads that may enter the kernel, on which only speed depends."""
 
 VECTORS = 2
 TILE = VECTORS * LANES

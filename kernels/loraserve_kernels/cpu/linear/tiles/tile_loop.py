@@ -10,7 +10,7 @@ from typing import Any
 import numba
 
 from loraserve_kernels.cpu.linear.tiles import codes_ahead, tile, tile_writer
-from loraserve_kernels.cpu.linear.tiles.tile import CHUNK, NUM_ROWS, NUM_TILES, ROWS
+from loraserve_kernels.cpu.linear.tiles.tile import CHUNK, MAX_THREADS, NUM_ROWS, NUM_TILES, ROWS
 from loraserve_kernels.cpu.simd import fetch_add, load_int, stamp_with
 
 
@@ -29,7 +29,7 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
         # the next tile is claimed early, to be prefetched; not so the last ones, and of several
         # passes the first ones: no thread may wait for another that holds two
         has_passes = num_rows > ROWS
-        num_early = num_items - (num_items // 4 if has_passes else 2)
+        num_early = num_items - (num_items // 4 if has_passes else 2 * load_int(args, MAX_THREADS))
         item, is_first = fetch_add(args, 1), True
         while item < num_items:
             start, number = item // num_tiles * CHUNK, item % num_tiles
