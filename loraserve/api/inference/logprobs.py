@@ -98,9 +98,10 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        # the token itself first, as vLLM's, and also when it isn't among the likeliest
-        top = {self._text(entry.token_id): finite_logprob(entry.logprob)}
-        for token_id, logprob in entry.top[:num_top]:
+        # the token itself too, before the likeliest, as vLLM's, or behind those that are named
+        own, shown = (entry.token_id, entry.logprob), entry.top[:num_top]
+        top: dict[str, float] = {}
+        for token_id, logprob in (*shown, own) if self._num_own else (own, *shown):
             # of two others with the same text, the likelier
             top.setdefault(self._text(token_id), finite_logprob(logprob))
         return top

@@ -254,7 +254,7 @@ def _read_logit_bias(value: object, vocab_size: int) -> dict[int, float]:
         named = f", such as {', '.join(ids)}" if ids else ""
         raise InvalidRequest(
             f"logit_bias has a key that is not a token of this model{named}: "
-            f"it has {vocab_size}, of ids from 0 to {vocab_size - 1}.",
+            f"it has {vocab_size}, whose ids go from 0 to {vocab_size - 1}.",
             param="logit_bias",
         )
     for key, bias in value.items():
