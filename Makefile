@@ -105,13 +105,6 @@ clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
 	cp $^ $(@D)
 	npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
 	@touch $@
-# A program of npm with its optional packages (its database's driver is one), and the Node.js that runs it, of PyPI.
-.clients/promptfoo/.installed: tests/clients/requirements/promptfoo.txt $(addprefix tests/clients/promptfoo/,package.json package-lock.json)
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	cp $(filter %.json,$^) $(@D)
-	npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
-	@touch $@
 .clients/%/.installed: tests/clients/requirements/%.txt constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<

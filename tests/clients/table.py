@@ -41,7 +41,7 @@ FOLDED = {
     "sent_and_ignored": "ignored",
 }
 """Features without a column of their own, and the column that also stands for them."""
-NODE_GROUPS = ("node", "programs", "promptfoo")
+NODE_GROUPS = ("node", "programs")
 """Environments of npm's packages: libraries, and programs that a Python script starts."""
 
 
@@ -51,7 +51,7 @@ class Row:
 
     client: str
     group: str
-    """Its environment: a file of requirements, ``node``, ``programs`` or ``promptfoo``."""
+    """Its environment: a file of requirements, ``node`` or ``programs``."""
     package: str
     script: str
     features: str
@@ -167,7 +167,6 @@ ROWS = (
     Row("inspect-ai `vllm/`", "frameworks", "inspect-ai", "inspect_client.py", _INSPECT, ("vllm",)),
     Row("dspy", "frameworks", "dspy", "dspy_client.py", "chat predict embeddings unknown_model"),
     Row("crewai", "crewai", "crewai", "crewai_client.py", "chat parse predict unknown_model"),
-    Row("promptfoo", "promptfoo", "promptfoo", "promptfoo_client.py", "chat call parse unknown_model"),
     Row("guidellm", "torch", "guidellm", "guidellm_client.py", "bench"),
     Row("guidellm (completions)", "torch", "guidellm", "guidellm_client.py", "bench", ("completions",)),
     Row("TRL's client of AsyncGRPO", "torch", "trl", "trl_client.py", "load"),
@@ -203,6 +202,7 @@ class HandRun:
 
 
 HAND_RUNS = (
+    HandRun("promptfoo", "0.123.1", "2026-11-30", "chat call parse unknown_model"),
     HandRun("Open WebUI (OpenAI's connection)", "0.12.4", "2026-11-29", "models chat stream"),
     HandRun("Open WebUI (Ollama's connection)", "0.12.4", "2026-11-29", "models chat stream"),
 )

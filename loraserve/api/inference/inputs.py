@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraserve.api.inference.prompts import Prompt
+from loraserve.api.inference.prompts import Prompt, PromptCut
 from loraserve.api.inference.sampling import check_token_ids
 from loraserve.api.inference.schemas import PoolingBody
 from loraserve.api.services import Services
@@ -116,7 +116,7 @@ class InputReader:
         if not all(_is_token_id(token_id) for token_id in token_ids):
             raise InvalidRequest(f"{param} should have token ids alone.", param=param)
         if limit is not None and len(token_ids) > limit:
-            token_ids = token_ids[-limit:] if self.body.truncation_side == "left" else token_ids[:limit]
+            token_ids = PromptCut(limit, keeps_end=self.body.truncation_side == "left").apply(token_ids)
         return self._checked(token_ids, param, None)
 
     def _checked(self, token_ids: list[int], param: str, text: str | None) -> Prompt:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loraserve.api.inference.messages import RoleProbe, read_messages
-from loraserve.api.inference.sampling import PromptCut, check_token_ids, choose_max_tokens
+from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
+from loraserve.api.inference.schemas import InferenceBody
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
@@ -15,6 +16,7 @@ from loraserve.text.chat_format import ChatFormat, ToolUse
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.version_template import VersionTemplate
+from loraserve.types import BaseSpec
 
 T = TypeVar("T")
 _NUM_END_TOKENS = 64
@@ -35,6 +37,18 @@ class Prompt:
             return self.text
         # decoding all of a long prompt takes long
         return tokenizer.decode(self.token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCut:
+    """Number of a prompt's tokens that are kept, at its end or at its start."""
+
+    num_tokens: int
+    keeps_end: bool = True
+
+    def apply(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens that are kept."""
+        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +202,28 @@ class PromptReader:
     async def run(self, work: Callable[[], T]) -> T:
         """Run work on the request's texts to its result."""
         return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
+
+
+def read_cut(body: InferenceBody, asked: int | None, base: BaseSpec) -> PromptCut | None:
+    """Read which tokens of the prompt `truncate_prompt_tokens` keeps; None: all.
+
+    Args:
+        asked: tokens that the answer may have; None: as many as there is room for.
+
+    Raises:
+        InvalidRequest: it keeps none, or more than the context has.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return None
+    keeps_end = body.truncation_side == "left"
+    if keep == -1:
+        return PromptCut(max(1, base.max_model_len - max(1, asked or 0)), keeps_end)
+    if not 1 <= keep <= base.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens should be -1, or from 1 to {base.max_model_len}.", param="truncate_prompt_tokens"
+        )
+    return PromptCut(keep, keeps_end)
 
 
 def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool, cut: PromptCut | None) -> list[Prompt]:

@@ -27,18 +27,6 @@ _MASK = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class PromptCut:
-    """Number of a prompt's tokens that are kept, at its end or at its start."""
-
-    num_tokens: int
-    keeps_end: bool = True
-
-    def apply(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens that are kept."""
-        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
-
-
-@dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling fields of a body, checked against the base.
 
@@ -160,28 +148,6 @@ def cache_ttl_s(sampling: Sampling) -> float | None:
             hint="Send temperature: 0 or a seed, or the request without cache.",
         )
     return float(ttl)
-
-
-def read_cut(body: InferenceBody, asked: int | None, base: BaseSpec) -> PromptCut | None:
-    """Read which tokens of the prompt `truncate_prompt_tokens` keeps; None: all.
-
-    Args:
-        asked: tokens that the answer may have; None: as many as there is room for.
-
-    Raises:
-        InvalidRequest: it keeps none, or more than the context has.
-    """
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return None
-    keeps_end = body.truncation_side == "left"
-    if keep == -1:
-        return PromptCut(max(1, base.max_model_len - max(1, asked or 0)), keeps_end)
-    if not 1 <= keep <= base.max_model_len:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens should be -1, or from 1 to {base.max_model_len}.", param="truncate_prompt_tokens"
-        )
-    return PromptCut(keep, keeps_end)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -17,9 +17,9 @@ from loraserve.api.inference.answering.generation import Generation
 from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.context import InferenceContext, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
-from loraserve.api.inference.prompts import PromptReader
+from loraserve.api.inference.prompts import PromptCut, PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import PromptCut, choose_max_tokens, read_sampling
+from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.lorax.schemas import GenerateBody, GenerateParameters, check_parameters, completion_body
 from loraserve.api.lorax.sequence import Sequence
 from loraserve.api.services import services_of

@@ -25,9 +25,9 @@ from loraserve.api.inference.context import (
 )
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.logprobs import CompletionLogprobs, finite_logprob, join_logprobs, prompt_logprobs
-from loraserve.api.inference.prompts import PromptReader
+from loraserve.api.inference.prompts import PromptReader, read_cut
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import ALL_THE_ROOM, cache_ttl_s, choose_max_tokens, read_cut, read_sampling
+from loraserve.api.inference.sampling import ALL_THE_ROOM, cache_ttl_s, choose_max_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import Services, services_of

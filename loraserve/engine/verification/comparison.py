@@ -425,8 +425,8 @@ class _Bounds:
         allowed = self._epsilon + 8 * error + self._floor / effect_rms
         # The reference's effect has noise of its own, which the engine's doesn't repeat. What isn't
         # a multiple of it is twice that noise's part of its squares, less the square of that part.
-        scatter = float(one.error.sum() / squares.sum()) - lost**2
-        shrinkage = min(1 - math.sqrt(max(0.0, 1 - max(0.0, scatter))), (self._noise.rms / effect_rms) ** 2)
+        scatter = min(1.0, max(0.0, float(one.error.sum() / squares.sum()) - lost**2))
+        shrinkage = min(1 - math.sqrt(1 - scatter), (self._noise.rms / effect_rms) ** 2)
         if -allowed <= lost <= allowed + shrinkage:
             return ""
         return (

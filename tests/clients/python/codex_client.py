@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from probe import KEY, QUESTION, TEXT_MODEL, URL, feature, run
+from program import printed_by, run_program
 from relay import relayed
 
 PROGRAM = Path(sys.prefix) / "node_modules/.bin/codex"
@@ -24,29 +24,20 @@ def codex(model: str, *options: str, url: str = URL) -> subprocess.CompletedProc
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     command = [str(PROGRAM), "exec", *options, "--skip-git-repo-check", "-m", model]
     command += ["-c", 'model_provider="lora"', "-c", f"model_providers.lora={{{table}}}", QUESTION]
-    environment = {**os.environ, "CODEX_HOME": str(FOLDER), "HOME": str(FOLDER), "LORASERVE_KEY": KEY}
-    return subprocess.run(
-        command,
-        env=environment,
-        cwd=FOLDER,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {"CODEX_HOME": str(FOLDER), "LORASERVE_KEY": KEY}
+    return run_program(command, FOLDER, environment)
 
 
 @feature
 def chat() -> str:
-    return _checked(codex(TEXT_MODEL)).strip()
+    return printed_by(codex(TEXT_MODEL)).strip()
 
 
 @feature
 def sent_and_ignored() -> dict[str, Any]:
     """Return the tools of its request, and what the server names as left out."""
     with relayed(URL) as (url, exchanges):
-        _checked(codex(TEXT_MODEL, url=url))
+        printed_by(codex(TEXT_MODEL, url=url))
     (exchange,) = exchanges
     return {
         "status": exchange.status,
@@ -61,11 +52,6 @@ def unknown_model() -> str:
     assert done.returncode, done.stdout
     events = map(json.loads, done.stdout.splitlines())
     return next(event["message"] for event in events if event["type"] == "error")
-
-
-def _checked(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 run()

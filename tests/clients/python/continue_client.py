@@ -7,7 +7,6 @@ request.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from probe import (
     feature,
     run,
 )
+from program import printed_by, run_program
 from relay import relayed
 
 PROGRAM = Path(sys.prefix) / "node_modules/.bin/cn"
@@ -71,28 +71,19 @@ def cn(model: str, *options: str, base_url: str = BASE_URL, has_tool: bool = Fal
     # YAML takes JSON
     (FOLDER / "config.yaml").write_text(json.dumps(config))
     command = [str(PROGRAM), "-p", "--config", str(FOLDER / "config.yaml"), *options, QUESTION]
-    return subprocess.run(
-        command,
-        env={**os.environ, "HOME": str(FOLDER), "CONTINUE_TELEMETRY_ENABLED": "0"},
-        cwd=FOLDER,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_program(command, FOLDER, {"CONTINUE_TELEMETRY_ENABLED": "0"})
 
 
 @feature
 def chat() -> str:
-    return _checked(cn(TEXT_MODEL)).strip()
+    return printed_by(cn(TEXT_MODEL)).strip()
 
 
 @feature
 def stream() -> list[str]:
     """Return the pieces that the server sent, of a text that the command prints at its end."""
     with relayed(URL) as (url, exchanges):
-        text = _checked(cn(TEXT_MODEL, base_url=f"{url}/v1")).strip()
+        text = printed_by(cn(TEXT_MODEL, base_url=f"{url}/v1")).strip()
     (exchange,) = exchanges
     deltas = [chunk["choices"][0]["delta"] for chunk in exchange.events() if chunk["choices"]]
     pieces = [delta["content"] for delta in deltas if delta.get("content")]
@@ -104,7 +95,7 @@ def stream() -> list[str]:
 def agent() -> dict[str, Any]:
     forced = {"tool_choice": {"type": "function", "function": {"name": "query"}}}
     with relayed(URL, added=forced) as (url, exchanges):
-        text = _checked(cn(JSON_MODEL, "--auto", base_url=f"{url}/v1", has_tool=True)).strip()
+        text = printed_by(cn(JSON_MODEL, "--auto", base_url=f"{url}/v1", has_tool=True)).strip()
     # a tool's message has the parts of MCP's content, as JSON
     parts = [message["content"] for message in exchanges[-1].request["messages"] if message["role"] == "tool"]
     results = [part["text"] for part_list in map(json.loads, parts) for part in part_list]
@@ -116,11 +107,6 @@ def unknown_model() -> str:
     done = cn("absent")
     assert done.returncode, done.stdout
     return done.stdout + done.stderr
-
-
-def _checked(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 run()

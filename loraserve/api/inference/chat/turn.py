@@ -24,14 +24,13 @@ from loraserve.api.inference.context import (
     resolve_asked,
     use_cache,
 )
-from loraserve.api.inference.prompts import Prompt, PromptReader
+from loraserve.api.inference.prompts import Prompt, PromptReader, read_cut
 from loraserve.api.inference.quota import reserve
 from loraserve.api.inference.sampling import (
     ALL_THE_ROOM,
     Sampling,
     cache_ttl_s,
     choose_max_tokens,
-    read_cut,
     read_sampling,
 )
 from loraserve.api.inference.schemas import ChatBody

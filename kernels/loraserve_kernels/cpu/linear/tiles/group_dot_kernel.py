@@ -21,7 +21,6 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     GROUP,
     GROUP_STARTS,
     GROUP_ZEROS,
-    HAS_VNNI,
     ROW_SCALES,
     SCALE_STRIDE,
     SCALES,
@@ -53,8 +52,6 @@ FOURS = 4
 """Inputs of a channel whose codes of int4 are one half of four bytes; the next four are the other
 half.
 """
-SHORT_INPUTS = 32
-"""Inputs of which 16 bits hold each sum: of 16 products of at most 15 · 128."""
 
 
 def _group_dot(num_rows: int, scale_bytes: int) -> Any:
@@ -84,41 +81,28 @@ def _group_dot(num_rows: int, scale_bytes: int) -> Any:
             totals = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
             sums = {cell: cgutils.alloca_once(builder, vector(I32)) for cell in cells}
             low = fill(I32, 0x0F0F0F0F)
-            # where no instruction adds four products: sums of some inputs, in 16 bits
-            shorts = {cell: cgutils.alloca_once(builder, vector(I16, 2 * LANES)) for cell in cells}
-            run = group if HAS_VNNI else writer.smaller(group, writer.const(SHORT_INPUTS))
             with cgutils.for_range_slice(builder, writer.const(0), width, group, I64, inc=True) as (start, _):
                 for cell in cells:
                     builder.store(fill(I32, 0), sums[cell])
                 end = writer.at(start, group)
-                with cgutils.for_range_slice(builder, start, end, run, I64, inc=True) as (first, _):
-                    for cell in cells:
-                        builder.store(fill(I16, 0, 2 * LANES), shorts[cell])
-                    last = writer.smaller(writer.at(first, run), end)
-                    with cgutils.for_range_slice(builder, first, last, writer.const(2 * FOURS), I64, inc=True) as (
-                        k,
-                        _,
-                    ):
-                        # four bytes a channel hold eight inputs
-                        at = writer.at(codes, writer.times(k, TILE * FOURS // (2 * FOURS)))
-                        codes_ahead.ask()
-                        packed = [
-                            writer.load(writer.at(at, writer.const(c * LANES * 4)), vector(I32)) for c in range(VECTORS)
-                        ]
-                        halves = [
-                            [builder.and_(p, low) for p in packed],
-                            [builder.and_(builder.lshr(p, fill(I32, 4)), low) for p in packed],
-                        ]
-                        for half in (0, 1):
-                            for t in range(num_rows):
-                                address = writer.at(inputs[t], k, writer.const(half * FOURS))
-                                x = writer.splat(writer.load(address, I32))
-                                for c in range(VECTORS):
-                                    _add_products(writer, sums[t, c], shorts[t, c], halves[half][c], x)
-                    if not HAS_VNNI:
-                        for cell in cells:
-                            added = writer.sum_pairs(builder.load(shorts[cell]))
-                            builder.store(builder.add(builder.load(sums[cell]), added), sums[cell])
+                with cgutils.for_range_slice(builder, start, end, writer.const(2 * FOURS), I64, inc=True) as (k, _):
+                    # four bytes a channel hold eight inputs
+                    at = writer.at(codes, writer.times(k, TILE * FOURS // (2 * FOURS)))
+                    codes_ahead.ask()
+                    packed = [
+                        writer.load(writer.at(at, writer.const(c * LANES * 4)), vector(I32)) for c in range(VECTORS)
+                    ]
+                    halves = [
+                        [builder.and_(p, low) for p in packed],
+                        [builder.and_(builder.lshr(p, fill(I32, 4)), low) for p in packed],
+                    ]
+                    for half in (0, 1):
+                        for t in range(num_rows):
+                            address = writer.at(inputs[t], k, writer.const(half * FOURS))
+                            x = writer.splat(writer.load(address, I32))
+                            for c in range(VECTORS):
+                                value = writer.add_fours(builder.load(sums[t, c]), halves[half][c], x)
+                                builder.store(value, sums[t, c])
                 index = builder.udiv(start, group)
                 place = builder.mul(index, stride)
                 at, zeros_at = writer.at(scales, writer.times(place, scale_bytes)), writer.at(zeros, place)
@@ -144,15 +128,6 @@ def _group_dot(num_rows: int, scale_bytes: int) -> Any:
         return types.void(types.intp, *[types.int64] * 5, kind), codegen
 
     return group_dot
-
-
-def _add_products(writer: TileWriter, sums: Any, shorts: Any, codes: Any, x: Any) -> None:
-    """Add four products each, of codes by a row's activations, to sums in 32 or in 16 bits."""
-    builder = writer.builder
-    if HAS_VNNI:
-        builder.store(writer.multiply_fours(builder.load(sums), codes, x), sums)
-    else:
-        builder.store(builder.add(builder.load(shorts), writer.multiply_bytes(codes, x)), shorts)
 
 
 def _scales(writer: TileWriter, address: Any, scale_bytes: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from loraserve_kernels.cpu.linear.tiles.tile import NUM_ROWS, VECTORS, Y_STRIDE, Y
+from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI, NUM_ROWS, VECTORS, Y_STRIDE, Y
 from loraserve_kernels.cpu.simd import FEATURES, LANES
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -117,6 +117,13 @@ class TileWriter:
     def multiply_fours(self, sums: Any, a: Any, b: Any) -> Any:
         """Add four products of bytes each, of unsigned a by signed b, to the sums."""
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", vector(I32), sums, a, b)
+
+    def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
+        """Add four products each, of codes of int4 by bytes with a sign, to the sums."""
+        if HAS_VNNI:
+            return self.multiply_fours(sums, a, b)
+        # two products of at most 15 · 128 fit in 16 bits
+        return self.builder.add(sums, self.sum_pairs(self.multiply_bytes(a, b)))
 
     def multiply_bytes(self, a: Any, b: Any) -> Any:
         """Sum two products of bytes each, of unsigned a by signed b, in 16 bits.
